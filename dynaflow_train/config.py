@@ -1,0 +1,1 @@
+"""Recipes and options; the only reader of the environment."""
