@@ -1,0 +1,92 @@
+"""The size budgets hold, and the script that says so finds what breaks them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "tools" / "check_layout.py"
+
+
+@pytest.fixture
+def layout():
+    spec = importlib.util.spec_from_file_location("check_layout", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def house(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path = path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_this_repository_keeps_its_budgets():
+    run = subprocess.run(  # noqa: S603
+        [sys.executable, SCRIPT], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "the product, of 9000" in run.stdout
+
+
+def test_exactly_at_the_budget_passes_and_one_more_line_fails(layout, tmp_path):
+    at = house(tmp_path, dynaflow_train__a="x = 1\n" * 400)
+    assert layout.check(at)[1] == []
+    over = house(tmp_path, dynaflow_train__a="x = 1\n" * 401)
+    assert layout.check(over)[1] == ["dynaflow_train/a.py has 401 lines, over 400"]
+
+
+def test_long_function_is_named_with_its_length(layout, tmp_path):
+    body = "    x = 1\n"
+    text = "def short():\n" + body * 59 + "class C:\n    async def long(self):\n" + "    " + "    x = 1\n        " * 60
+    root = house(tmp_path, overlap_kernels__k=text.rstrip() + "\n")
+    assert layout.check(root)[1] == ["overlap_kernels/k.py: long() has 61 lines, over 60"]
+
+
+def test_product_total_counts_symlinked_folders_once(layout, tmp_path):
+    files = {f"integrations__f{i}": "x = 1\n" * 400 for i in range(22)}
+    root = house(tmp_path, dynaflow_train__a="x = 1\n" * 200, tests__t="x = 1\n" * 300, **files)
+    (root / "dynaflow_train" / "integrations").symlink_to("../integrations")
+    report, breaches = layout.check(root)
+    assert breaches == []
+    assert report[-1] == " 9000 the product, of 9000"
+    house(root, dynaflow_train__b="x = 1\n")
+    assert layout.check(root)[1] == ["the product has 9001 lines, over 9000"]
+
+
+def test_short_names_are_refused(tmp_path):
+    for name in ("integrations", "overlap_kernels"):
+        run = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", f"import {name}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        assert run.returncode == 1
+        assert f"installs as 'dynaflow_train.{name}'" in run.stderr
+
+
+def test_architecture_names_only_modules_that_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 150
+    names = set(re.findall(r"`((?:[\w-]+/)*[\w.-]+\.(?:py|yaml|md|toml)|(?:[\w-]+/)+)`", text))
+    assert len(names) > 10
+    missing = [
+        name
+        for name in sorted(names)
+        if not any((ROOT / base / name).exists() for base in (".", "dynaflow_train"))
+    ]
+    assert missing == []

@@ -1,0 +1,58 @@
+"""Fails when a file, a function or the product outgrows its budget; prints the ten largest files."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+FILE_LINES, FUNCTION_LINES, PRODUCT_LINES = 400, 60, 9_000
+PRODUCT = ("dynaflow_train", "integrations", "overlap_kernels")
+OTHERS = ("tests", "tools", "benchmarks", "recipes")
+
+
+def python_files(root: Path, folders: tuple[str, ...]) -> list[Path]:
+    """Python files below `folders`, each once: rglob follows no symlinked folder."""
+    return [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+
+
+def long_functions(source: str) -> list[tuple[str, int]]:
+    """Name and length of every function over the budget, decorators not counted."""
+    return [
+        (node.name, length)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES
+    ]
+
+
+def check(root: Path) -> tuple[list[str], list[str]]:
+    """Ten largest files of the product and its total, then every breach in words.
+
+    Files and functions of tests and scripts keep the same budgets; only the total is the product's.
+    """
+    product = python_files(root, PRODUCT)
+    texts = {path: path.read_text() for path in product + python_files(root, OTHERS)}
+    lines = {path: text.count("\n") for path, text in texts.items()}
+    total = sum(lines[path] for path in product)
+    largest = sorted(product, key=lambda path: -lines[path])[:10]
+    report = [f"{lines[path]:5d} {path.relative_to(root)}" for path in largest]
+    report.append(f"{total:5d} the product, of {PRODUCT_LINES}")
+    breaches: list[str] = []
+    for path, text in texts.items():
+        name = path.relative_to(root)
+        if lines[path] > FILE_LINES:
+            breaches.append(f"{name} has {lines[path]} lines, over {FILE_LINES}")
+        breaches += [
+            f"{name}: {function}() has {length} lines, over {FUNCTION_LINES}"
+            for function, length in long_functions(text)
+        ]
+    if total > PRODUCT_LINES:
+        breaches.append(f"the product has {total} lines, over {PRODUCT_LINES}")
+    return report, breaches
+
+
+if __name__ == "__main__":
+    sizes, problems = check(Path(__file__).resolve().parents[1])
+    print(*sizes, sep="\n")
+    sys.exit("\n".join(problems) or None)
