@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+import sympy
+
 if TYPE_CHECKING:
     import torch
     from torch import fx
@@ -32,8 +34,16 @@ class Axis:
     """
 
     dim: int
-    outer: int = 1
-    inner: int = 1
+    outer: int | sympy.Expr = 1
+    inner: int | sympy.Expr = 1
+
+    def at(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, int, int]:
+        """`(dim, outer, inner)` as numbers, other symbols replaced by their values."""
+        outer, inner = (
+            int(f.xreplace(symbols)) if isinstance(f, sympy.Basic) else f
+            for f in (self.outer, self.inner)
+        )
+        return self.dim, outer, inner
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class Value:
     """What flows between ops.
 
     sharing:
-        "batch": cut along `axis`; each micro-batch has its part, a merged op has the whole.
+        "batch": cut along `axis`; each micro-batch has its part, a merged op has the whole. Without
+            an axis it is only known whole, and all its readers are merged.
         "shared": the same tensor for all micro-batches.
         "partial": one addend per micro-batch; whoever needs the whole sums them.
         "own": one tensor per micro-batch without a batch axis (a random state, say).

@@ -1,0 +1,109 @@
+"""Vector clocks over the launches of a plan: what each stream knows to be finished, and when.
+
+A stream runs its launches in order. A launch that waits for position `p` also knows everything that
+`p` knew, transitively. Nothing else is known: two streams without a wait run in any order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+
+from dynaflow_train.ir import Launch
+
+Clock = dict[str, int]
+
+
+def known(launches: Sequence[Launch]) -> tuple[Clock, ...]:
+    """For each launch and each stream: the last position there known to be complete at its start.
+
+    A stream of which nothing is known is absent. On a launch's own stream it is the launch before
+    it. Waits must point backwards (`check` refuses others).
+    """
+    clocks: list[Clock] = []
+    latest: dict[str, int] = {}
+    for position, launch in enumerate(launches):
+        clock: Clock = {}
+        own = latest.get(launch.stream)
+        for source in launch.waits if own is None else (own, *launch.waits):
+            _join(clock, launches[source].stream, source, clocks[source])
+        clocks.append(clock)
+        latest[launch.stream] = position
+    return tuple(clocks)
+
+
+class Clocks:
+    """The clocks of one plan, kept for many questions."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self.launches = tuple(launches)
+
+    @cached_property
+    def known(self) -> tuple[Clock, ...]:
+        """See `known`."""
+        return known(self.launches)
+
+    @cached_property
+    def positions(self) -> Mapping[str, list[int]]:
+        """The positions of each stream, in order."""
+        found: dict[str, list[int]] = {}
+        for position, launch in enumerate(self.launches):
+            found.setdefault(launch.stream, []).append(position)
+        return found
+
+    def is_known(self, launch: int, at: int) -> bool:
+        """Whether `launch` is known to be complete when the launch at position `at` starts."""
+        return self.known[at].get(self.launches[launch].stream, -1) >= launch
+
+    def first_known(self, launch: int, stream: str) -> int:
+        """The first position on `stream` at whose start `launch` is known to be complete.
+
+        The length of the plan if there is none: only the end of the plan tells.
+        """
+        positions = self.positions.get(stream, [])
+        # What a stream knows only grows, so the first position is found by bisection.
+        at = bisect_left(positions, True, key=lambda position: self.is_known(launch, position))
+        return positions[at] if at < len(positions) else len(self.launches)
+
+
+def first_known(launches: Sequence[Launch], launch: int, stream: str) -> int:
+    """One question to `Clocks.first_known`; for many questions keep a `Clocks`."""
+    return Clocks(launches).first_known(launch, stream)
+
+
+def place_waits(
+    streams: Sequence[str], reads: Sequence[Collection[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The fewest waits under which every launch starts after all launches it reads from.
+
+    Args:
+        streams: the stream of each launch.
+        reads: for each launch the earlier positions whose values it reads.
+    """
+    clocks: list[Clock] = []
+    latest: dict[str, int] = {}
+    waits: list[tuple[int, ...]] = []
+    for position, stream in enumerate(streams):
+        clock: Clock = {}
+        if (own := latest.get(stream)) is not None:
+            _join(clock, stream, own, clocks[own])
+        chosen: list[int] = []
+        # Latest first: a later launch may know an earlier one, never the other way round.
+        for source in sorted(reads[position], reverse=True):
+            if clock.get(streams[source], -1) < source:
+                chosen.append(source)
+                _join(clock, streams[source], source, clocks[source])
+        clocks.append(clock)
+        latest[stream] = position
+        waits.append(tuple(reversed(chosen)))
+    return tuple(waits)
+
+
+def _join(clock: Clock, stream: str, position: int, at_its_start: Clock) -> None:
+    """Add to `clock` that `position` on `stream` is complete, and all that was known before it."""
+    for name, last in at_its_start.items():
+        if clock.get(name, -1) < last:
+            clock[name] = last
+    if clock.get(stream, -1) < position:
+        clock[stream] = position

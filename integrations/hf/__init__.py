@@ -1,0 +1,1 @@
+"""Hugging Face: tensor parallelism through transformers' registry, a Trainer callback, a launcher."""

@@ -1,0 +1,335 @@
+"""Tensor parallelism for transformers with one all-reduce per block and direction.
+
+transformers' own plan lets every column-parallel linear reduce its own input gradient: a Llama layer
+then issues 2 all-reduces forward and 5 backward. Here the *block* (attention, MLP) reduces the
+gradient of its input once: 2 forward and 2 backward, Megatron's f and g. The styles enter through
+transformers' registry; parameters stay the host's DTensors, so that its checkpoints keep working,
+but every forward runs on local tensors.
+
+Host seams (5.17 to 5.x): `transformers/distributed/tensor_parallel.py` `ALL_PARALLEL_STYLES`,
+`TensorParallelLayer.{shard_param, install_forward}`; `transformers/distributed/mixin.py`
+`prepare_distribute_model`, `maybe_distribute_model`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+)
+
+from dynaflow_train.errors import UnsupportedError
+
+BLOCK, COLUMN, ROW = "dynaflow_block", "dynaflow_column", "dynaflow_row"
+SHARED, WHOLE = "dynaflow_shared", "dynaflow_whole"
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+OURS_FOR = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    PARTIAL_GRADIENT: SHARED,
+    # A vocabulary-parallel embedding saves memory and costs a collective; it waits for its own style.
+    "embedding_rowwise": WHOLE,
+}
+GATHERED_HEAD = ("colwise_gather_output", "colwise_rep")
+
+
+def _all_reduce(tensor: Tensor, group: str) -> Tensor:
+    """Sum over the group. Functional: Dynamo records two nodes and no copy."""
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(tensor.contiguous(), "sum", group))
+
+
+class SumGradient(torch.autograd.Function):
+    """Megatron's f: identity forward, sum over the group backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: D102
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+class SumOutput(torch.autograd.Function):
+    """Megatron's g: sum over the group forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: ARG004, D102
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004, D102
+        return gradients[0], None
+
+
+def _sum_gradient(tensor: Tensor, group: str) -> Tensor:
+    return SumGradient.apply(tensor, group)  # pyright: ignore[reportReturnType]
+
+
+def _group_name(mesh: DeviceMesh) -> str:
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    return group.group_name
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextlib.contextmanager
+def _swapped(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let `module` use these tensors for its own parameters."""
+    slots: dict[str, Any] = module._parameters
+    own = {name: slots[name] for name in tensors}
+    slots.update(tensors)
+    try:
+        yield
+    finally:
+        slots.update(own)
+
+
+class BlockInput(TensorParallelLayer):
+    """A block whose column-parallel children share one input: its gradient is summed once."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Sum the gradient of the block's first argument (`hidden_states`, [b, s, h])."""
+        group, plain = _group_name(mesh), module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (_sum_gradient(args[0], group), *args[1:])
+            else:
+                kwargs = {**kwargs, "hidden_states": _sum_gradient(kwargs["hidden_states"], group)}
+            return plain(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class Column(ColwiseParallel):
+    """A linear that owns a slice of the output features; its input is whole, its output local."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Run the plain forward on the local slices of weight and bias."""
+        del mesh
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _swapped(module, {k: _local(p) for k, p in module._parameters.items()}):
+                return plain(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class Row(RowwiseParallel):
+    """A linear that owns a slice of the input features; its partial output is summed."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Run the plain forward without the bias, sum over the group, then add the bias once."""
+        group, plain = _group_name(mesh), module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            local = {k: _local(p) for k, p in module._parameters.items()}
+            with _swapped(module, {**local, "bias": None}):
+                partial = plain(*args, **kwargs)
+            whole: Any = SumOutput.apply(partial, group)
+            bias = local.get("bias")
+            return whole if bias is None else whole + bias
+
+        module.forward = forward
+        return module
+
+
+class Shared(TensorParallelLayer):
+    """A whole weight used on a rank's own heads (Qwen3's q_norm, k_norm): its gradient is partial.
+
+    The sum is part of the graph. transformers sums the accumulated `.grad` instead, which counts
+    the earlier micro-steps of gradient accumulation once per rank.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Pass each parameter of `module` through f."""
+        group, plain = _group_name(mesh), module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            own = {k: p for k, p in module._parameters.items() if p is not None}
+            with _swapped(module, {k: _sum_gradient(p, group) for k, p in own.items()}):
+                return plain(*args, **kwargs)
+
+        module.forward = forward
+        return module
+
+
+class Whole(TensorParallelLayer):
+    """Every rank holds and computes all of it."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Leave the module as it is."""
+        del mesh
+        return module
+
+
+def apply() -> Callable[[], None]:
+    """Register our styles in transformers' registry; the result takes them out again.
+
+    Raises:
+        UnsupportedError: transformers is older than 5.17 or newer than 5.x.
+    """
+    check_version()
+    styles = {BLOCK: BlockInput(), COLUMN: Column(), ROW: Row(), SHARED: Shared(), WHOLE: Whole()}
+    added = [name for name in styles if name not in ALL_PARALLEL_STYLES]
+    for name in added:
+        ALL_PARALLEL_STYLES.register(name, styles[name])
+
+    def undo() -> None:
+        for name in added:
+            type(ALL_PARALLEL_STYLES)._global_mapping.pop(name, None)
+
+    return undo
+
+
+def check_version() -> None:
+    """Refuse a transformers whose seams we have not read.
+
+    Raises:
+        UnsupportedError: transformers is older than 5.17 or newer than 5.x.
+    """
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    if (major, minor) < (5, 17) or major > 5:
+        msg = (
+            f"dynaflow_train's tensor parallelism knows transformers 5.17 up to 5.x, found "
+            f"{transformers.__version__}: pip install 'transformers>=5.17,<6'"
+        )
+        raise UnsupportedError(msg)
+
+
+def plan_for(model: PreTrainedModel | PreTrainedConfig) -> dict[str, str]:
+    """The host's plan with our styles: what to pass as `DistributedConfig(tp_plan=...)`.
+
+    Args:
+        model: a causal LM, or the config of one.
+
+    Returns:
+        module name (layer numbers as `*`) -> style.
+
+    Raises:
+        UnsupportedError: the model has no plan, a style without a counterpart here, or a block with
+            a parameter that the plan does not name (its gradient would be wrong).
+    """
+    if not isinstance(model, PreTrainedModel):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model)
+    host = dict(model.tp_plan or {})
+    if not host:
+        msg = f"{type(model).__name__} has no tensor-parallel plan: only models with one can be split"
+        raise UnsupportedError(msg)
+    plan = {name: _our_style(model, name, style) for name, style in host.items()}
+    blocks = dict.fromkeys(k.rpartition(".")[0] for k, style in plan.items() if style == COLUMN)
+    for block in blocks:
+        plan[block] = BLOCK
+        _check_block(model, block, plan)
+    return plan
+
+
+def _our_style(model: PreTrainedModel, name: str, style: str) -> str:
+    if style in GATHERED_HEAD:
+        # A tied head is the embedding's weight, which is whole on every rank.
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        return WHOLE if tied else style
+    if style not in OURS_FOR and style not in OURS_FOR.values() and style != BLOCK:
+        msg = (
+            f"{type(model).__name__} shards {name!r} with style {style!r}; dynaflow_train has "
+            f"counterparts for {', '.join(OURS_FOR)}. Use the host's own plan: leave `tp_plan` out"
+        )
+        raise UnsupportedError(msg)
+    return OURS_FOR.get(style, style)
+
+
+def _check_block(model: PreTrainedModel, block: str, plan: Mapping[str, str]) -> None:
+    """Whatever reads the block's input must be in the plan, else f would sum a whole gradient."""
+    inside = re.compile(re.escape(block).replace(r"\*", r"\d+") + r"\.(.+)")
+    found = (inside.fullmatch(name) for name, _ in model.named_parameters())
+    owners = {f"{block}.{m[1].rpartition('.')[0]}" for m in found if m}
+    if missing := sorted(owners - plan.keys()):
+        msg = (
+            f"{type(model).__name__}: the plan does not name {', '.join(missing)}, so the gradient of "
+            f"the input of {block!r} cannot be summed once. Use the host's own plan"
+        )
+        raise UnsupportedError(msg)
+
+
+def parallelize(model: PreTrainedModel, tp_size: int) -> PreTrainedModel:
+    """Shard a model over `tp_size` ranks, in place, with our styles.
+
+    The ranks must hold equal weights (built with one seed, or loaded). Starts torch.distributed
+    from the launcher's environment if nobody has.
+
+    Raises:
+        UnsupportedError: heads or widths do not divide by `tp_size`, or `plan_for` refuses.
+    """
+    _check_divides(model.config, tp_size)
+    undo = apply()
+    try:
+        plan = plan_for(model)
+        asked = DistributedConfig(tp_size=tp_size, tp_plan=plan)
+        # 5.17 returns a mesh, later versions a mesh manager; both go back as they came.
+        config, _, mesh = type(model).prepare_distribute_model(asked)
+        return type(model).maybe_distribute_model(model, config, mesh)  # pyright: ignore[reportReturnType]
+    finally:
+        undo()
+
+
+def _check_divides(config: PreTrainedConfig, tp_size: int) -> None:
+    text = config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(text, key, None)
+        if isinstance(size, int) and size % tp_size:
+            msg = f"tensor parallel over {tp_size} ranks needs {key} divisible by it, found {size}"
+            raise UnsupportedError(msg)
+
+
+def check_host_plan(model: nn.Module) -> None:
+    """Refuse a sharded model whose own plan gives wrong gradients.
+
+    Raises:
+        UnsupportedError: a replicated weight with partial gradients (Qwen3's q_norm, k_norm) is
+            summed on the accumulated `.grad`.
+    """
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    sharded = (getattr(model, "_tp_size", None) or 1) > 1
+    wrong = [name for name, style in plan.items() if style == PARTIAL_GRADIENT]
+    if sharded and wrong:
+        msg = (
+            f"{type(model).__name__} is sharded with transformers {transformers.__version__}'s own "
+            f"plan, whose style {PARTIAL_GRADIENT!r} on {', '.join(wrong)} sums the accumulated "
+            "gradient once per micro-step (wrong with gradient accumulation) and breaks the graph "
+            "on 5.17. Shard it with dynaflow_train.integrations.hf.tensor_parallel.parallelize, or "
+            "pass DistributedConfig(tp_plan=plan_for(config)) after apply()"
+        )
+        raise UnsupportedError(msg)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank; a plain tensor comes back as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's gradient, gathered; all ranks must call it."""
+    return {n: gather(p.grad) for n, p in model.named_parameters() if p.grad is not None}

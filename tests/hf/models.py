@@ -1,0 +1,76 @@
+"""Tiny random models, the same on every rank and in every process, and their oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+VOCABULARY = 64
+
+
+def build(name: str, *, layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A causal LM with 32 hidden features, 4 query and 2 key/value heads, in fp32, training."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](**{**sizes, **changes}))
+    with torch.no_grad():  # norms start at one, biases at zero: give them values that show
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+def tokens(seed: int, batch: int = 4, length: int = 12) -> Tensor:
+    """Random token ids, [batch, length]."""
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step came to: the losses of its micro-steps, every gradient by name."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+
+
+def plain_step(model: nn.Module, batches: list[Tensor], gradients: Any = None) -> Step:
+    """Forward and backward of each batch, gradients accumulated; `gradients(model)` collects them."""
+    losses = []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    if gradients is None:
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    else:
+        found = gradients(model)
+    return Step(tuple(losses), {name: value.detach().clone() for name, value in found.items()})
+
+
+def worst_error(step: Step, oracle: Step) -> tuple[float, str]:
+    """The largest relative error of losses and gradients, and where it is."""
+    assert step.gradients.keys() == oracle.gradients.keys()
+    errors = {
+        name: ((step.gradients[name] - value).norm() / value.norm()).item()
+        for name, value in oracle.gradients.items()
+    }
+    for i, (loss, wanted) in enumerate(zip(step.losses, oracle.losses, strict=True)):
+        errors[f"loss {i}"] = abs(loss - wanted) / abs(wanted)
+    name = max(errors, key=errors.__getitem__)
+    return errors[name], name

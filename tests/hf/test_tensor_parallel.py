@@ -1,0 +1,188 @@
+"""Our styles: gradients of the unsharded model, 2 all-reduces a layer and direction, one graph."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import GPT2Config, LlamaConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+from dynaflow_train.errors import UnsupportedError
+from dynaflow_train.integrations.hf import tensor_parallel as tp
+from tests.hf.models import build, plain_step, tokens, worst_error
+from tests.ranks import run_ranks
+
+LAYERS = 2
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"name": "llama"},
+    "llama-biases": {"name": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-tied": {"name": "llama", "tie_word_embeddings": True},
+    "qwen3": {"name": "qwen3"},
+}
+
+
+def sharded_step(rank: int, model: dict[str, Any], steps: int, backend: str | None) -> Any:
+    del rank
+    sharded = tp.parallelize(build(layers=LAYERS, **model), 2)
+    if backend:
+        for layer in sharded.model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+    step = plain_step(sharded, [tokens(i) for i in range(steps)], tp.full_gradients)
+    oracle = plain_step(build(layers=LAYERS, **model), [tokens(i) for i in range(steps)])
+    return worst_error(step, oracle)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_two_accumulated_steps_equal_the_unsharded_model(model, backend):
+    for error, where in run_ranks(sharded_step, 2, MODELS[model], 2, backend):
+        assert error < 2e-6, where
+
+
+def collectives(rank: int, model: dict[str, Any]) -> list[dict[str, int]]:
+    del rank
+    sharded = tp.parallelize(build(layers=LAYERS, **model), 2).model
+    with CommDebugMode() as forward:
+        loss = sharded(input_ids=tokens(0)).last_hidden_state.sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    return [
+        {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
+        for mode in (forward, backward)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("model", "norms"), [("llama", 0), ("qwen3", 2)])
+def test_two_all_reduces_a_layer_and_direction(model, norms):
+    """Qwen3 adds the gradients of q_norm and k_norm: two of head_dim elements, backward."""
+    wanted = [{"all_reduce": 2 * LAYERS}, {"all_reduce": (2 + norms) * LAYERS}]
+    assert run_ranks(collectives, 2, MODELS[model]) == [wanted, wanted]
+
+
+def captured_targets(rank: int, model: dict[str, Any], whole: bool) -> list[dict[str, int]]:
+    """Operators that communicate or copy, in the forward and in the backward graph."""
+    del rank
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
+
+    sharded = tp.parallelize(build(layers=LAYERS, **model), 2).model
+    for region in [sharded] if whole else sharded.layers:
+        region.compile(backend=backend, fullgraph=True)
+    sharded(input_ids=tokens(0)).last_hidden_state.sum().backward()
+    watched = ("c10d", "copy", "clone", "dtensor")
+    return [
+        dict(
+            collections.Counter(
+                str(node.target).partition(".")[2].partition(".")[0]
+                for node in graph.graph.nodes
+                if any(word in str(node.target).lower() for word in watched)
+            )
+        )
+        for graph in graphs
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
+@pytest.mark.parametrize(("model", "norms"), [("llama", 0), ("qwen3", 2)])
+def test_graphs_hold_the_collectives_and_no_copy_for_them(model, norms, whole):
+    """One forward and one backward graph; `clone` only where the unsharded layer has it."""
+    layers = LAYERS if whole else 1
+    forward, backward = (2 * layers, (2 + norms) * layers)
+    for graphs in run_ranks(captured_targets, 2, MODELS[model], whole):
+        counts = [{k: n for k, n in g.items() if k != "clone"} for g in graphs]
+        assert counts == [
+            {"all_reduce": forward, "wait_tensor": forward},
+            {"all_reduce": backward, "wait_tensor": backward},
+        ]
+
+
+def host_plan(rank: int, model: dict[str, Any]) -> str:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    del rank
+    plain = build(layers=1, **model)
+    config, _, mesh = type(plain).prepare_distribute_model(DistributedConfig(tp_size=2))
+    sharded = type(plain).maybe_distribute_model(plain, config, mesh)
+    try:
+        tp.check_host_plan(sharded)
+    except UnsupportedError as refused:
+        return str(refused)
+    return "accepted"
+
+
+@pytest.mark.dist
+def test_host_plan_with_wrong_gradients_is_refused():
+    llama = run_ranks(host_plan, 2, MODELS["llama"])
+    qwen3 = run_ranks(host_plan, 2, MODELS["qwen3"])
+    assert llama == ["accepted"] * 2
+    assert "k_norm sums the accumulated gradient once per micro-step" in qwen3[0]
+    assert qwen3[0] == qwen3[1]
+
+
+def test_plan_names_blocks_and_keeps_the_head():
+    plan = tp.plan_for(build("qwen3"))
+    assert plan["model.layers.*.self_attn"] == plan["model.layers.*.mlp"] == tp.BLOCK
+    assert plan["model.layers.*.self_attn.k_norm"] == tp.SHARED
+    assert plan["model.layers.*.mlp.down_proj"] == tp.ROW
+    assert plan["lm_head"] == "colwise_gather_output"
+    assert tp.plan_for(build("llama", tie_word_embeddings=True))["lm_head"] == tp.WHOLE
+    assert tp.plan_for(build("llama").config) == tp.plan_for(build("llama"))
+
+
+def test_block_with_an_unnamed_parameter_is_refused():
+    model = build("qwen3")
+    plan = model.tp_plan
+    model._tp_plan = {k: v for k, v in plan.items() if not k.endswith("k_norm")}
+    with pytest.raises(UnsupportedError, match=r"does not name model\.layers\.\*\.self_attn\.k_norm"):
+        tp.plan_for(model)
+
+
+def test_unknown_style_and_missing_plan_are_refused():
+    model = build("llama")
+    model._tp_plan = {**model.tp_plan, "model.norm": "sequence_parallel"}
+    with pytest.raises(UnsupportedError, match="'model.norm' with style 'sequence_parallel'"):
+        tp.plan_for(model)
+    with pytest.raises(UnsupportedError, match="GPT2LMHeadModel has no tensor-parallel plan"):
+        tp.plan_for(GPT2Config(n_layer=1, n_head=2, n_embd=8))
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(UnsupportedError, match="over 4 ranks needs num_key_value_heads .* found 2"):
+        tp.parallelize(build("llama"), 4)
+
+
+def test_styles_enter_the_registry_and_leave_it():
+    undo = tp.apply()
+    second = tp.apply()
+    second()
+    assert tp.BLOCK in ALL_PARALLEL_STYLES
+    undo()
+    assert tp.BLOCK not in ALL_PARALLEL_STYLES
+
+
+@pytest.mark.parametrize("version", ["5.16.2", "4.57.0", "6.0.0"])
+def test_unknown_transformers_is_refused(monkeypatch, version):
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(UnsupportedError, match=f"5.17 up to 5.x, found {version}"):
+        tp.apply()
+
+
+def test_no_process_group_is_needed_to_plan():
+    assert not dist.is_initialized()
+    assert tp.plan_for(LlamaConfig(num_hidden_layers=1))["model.layers.*.mlp"] == tp.BLOCK
