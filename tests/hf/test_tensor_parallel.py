@@ -15,7 +15,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.integrations.hf import tensor_parallel as tp
-from tests.hf.models import build, plain_step, tokens, worst_error
+from tests.hf.models import build, oracle, plain_step, tokens, worst_excess
 from tests.ranks import run_ranks
 
 LAYERS = 2
@@ -33,17 +33,17 @@ def sharded_step(rank: int, model: dict[str, Any], steps: int, backend: str | No
     if backend:
         for layer in sharded.model.layers:
             layer.compile(backend=backend, fullgraph=True)
-    step = plain_step(sharded, [tokens(i) for i in range(steps)], tp.full_gradients)
-    oracle = plain_step(build(layers=LAYERS, **model), [tokens(i) for i in range(steps)])
-    return worst_error(step, oracle)
+    batches = [tokens(i) for i in range(steps)]
+    step = plain_step(sharded, batches, tp.full_gradients)
+    return worst_excess(step, *oracle(batches=batches, layers=LAYERS, **model))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_two_accumulated_steps_equal_the_unsharded_model(model, backend):
-    for error, where in run_ranks(sharded_step, 2, MODELS[model], 2, backend):
-        assert error < 2e-6, where
+    for excess, where in run_ranks(sharded_step, 2, MODELS[model], 2, backend):
+        assert excess < 4, where
 
 
 def collectives(rank: int, model: dict[str, Any]) -> list[dict[str, int]]:
