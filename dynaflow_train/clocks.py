@@ -1,4 +1,4 @@
-"""Vector clocks over the launches of a plan: what each stream knows to be finished, and when.
+"""What may be issued next, and what each stream knows to be finished: order over ops and launches.
 
 A stream runs its launches in order. A launch that waits for position `p` also knows everything that
 `p` knew, transitively. Nothing else is known: two streams without a wait run in any order.
@@ -6,12 +6,16 @@ A stream runs its launches in order. A launch that waits for position `p` also k
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, insort
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from dynaflow_train.ir import Launch
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
 
+    from dynaflow_train.ir import Launch, Region
+
+ALL = -1  # in place of a micro-batch index: the op runs once for all of them
 Clock = dict[str, int]
 
 
@@ -107,3 +111,45 @@ def _join(clock: Clock, stream: str, position: int, at_its_start: Clock) -> None
             clock[name] = last
     if clock.get(stream, -1) < position:
         clock[stream] = position
+
+
+class Readiness:
+    """Which runs have all inputs issued; kept up to date, never searched.
+
+    A run is (index of the op, index of the micro-batch), or (index, ALL) for a merged op.
+    """
+
+    def __init__(self, region: Region, number: int) -> None:
+        ops = region.ops
+        place = {op.name: index for index, op in enumerate(ops)}
+        self.number = number
+        self.merged = [op.merged for op in ops]
+        self.sources = [[place[name] for name in region.predecessors[op.name]] for op in ops]
+        self.readers: list[list[int]] = [[] for _ in ops]
+        self.missing: dict[tuple[int, int], int] = {}  # inputs not issued, for runs not issued
+        for index, sources in enumerate(self.sources):
+            for source in sources:
+                self.readers[source].append(index)
+            for part in self.parts(index):
+                self.missing[index, part] = sum(len(self.runs(s, part)) for s in sources)
+        self.ready = sorted(run for run, count in self.missing.items() if count == 0)
+
+    def parts(self, index: int) -> Sequence[int]:
+        """The micro-batches an op runs for."""
+        return (ALL,) if self.merged[index] else range(self.number)
+
+    def runs(self, index: int, part: int) -> list[tuple[int, int]]:
+        """The runs of op `index` that belong to micro-batch `part` (all of them for `ALL`)."""
+        if self.merged[index] or part == ALL:
+            return [(index, each) for each in self.parts(index)]
+        return [(index, part)]
+
+    def issue(self, run: tuple[int, int]) -> None:
+        """Take `run` out and count it for its readers."""
+        del self.missing[run]
+        del self.ready[bisect_left(self.ready, run)]
+        for reader in self.readers[run[0]]:
+            for key in self.runs(reader, run[1]):
+                self.missing[key] -= 1
+                if self.missing[key] == 0:
+                    insort(self.ready, key)

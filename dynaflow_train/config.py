@@ -1,1 +1,273 @@
-"""Recipes and options; the only reader of the environment."""
+"""Recipes and options; the only reader (and writer) of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
+
+import yaml
+
+from .errors import RecipeError
+
+RegionKind = Literal["model", "layer"]
+Executor = Literal["inductor", "eager"]
+Engine = Literal["fast", "interpreter"]
+TensorParallel = Literal["merged", "host"]
+Host = Literal["hf", "megatron"]
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "region": get_args(RegionKind),
+    "executor": get_args(Executor),
+    "engine": get_args(Engine),
+    "tensor_parallel": get_args(TensorParallel),
+    "host": (*get_args(Host), None),
+}
+_LEAST = {"max_micro_batches": 1, "max_contexts": 1, "batch_dim": 0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to run, and how: the content of a recipe file, or of `torch.compile`'s options.
+
+    Attributes:
+        strategy: name of a strategy (`dynaflow strategies` lists them).
+        parameters: the strategy's own settings, by name.
+        region: "model", the whole decoder stack in one capture (collectives overlap across layers),
+            or "layer", each layer on its own (composes with checkpointing, FSDP2 and DDP).
+        max_micro_batches: most parts that one captured batch may be cut into.
+        executor: what compiles an op: "inductor", or "eager" for debugging.
+        engine: "fast", or "interpreter", the reference that runs a plan launch by launch.
+        batch_dim: dimension of the batch in the region's first tensor input.
+        strict: raise where a plan would fall back to the uncut step with a warning.
+        verify: compare the first step of each context with the uncut step.
+        agree_timeout_s: seconds to wait for the other ranks' plan hashes.
+        max_contexts: plans kept per region; the oldest goes.
+        tensor_parallel: "merged", our plan with one reduction per block input, or the "host"'s own.
+        host: the system whose integration the launcher applies, or None.
+        description: one line for people.
+    """
+
+    strategy: str
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    region: RegionKind = "model"
+    max_micro_batches: int = 4
+    executor: Executor = "inductor"
+    engine: Engine = "fast"
+    batch_dim: int = 0
+    strict: bool = False
+    verify: bool = False
+    agree_timeout_s: float = 60.0
+    max_contexts: int = 16
+    tensor_parallel: TensorParallel = "merged"
+    host: Host | None = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.to_dict(), "recipe")
+        object.__setattr__(self, "parameters", dict(self.parameters))  # the caller keeps theirs
+
+    @classmethod
+    def load(cls, path: str | Path, valid_parameters: Collection[str] | None = None) -> Self:
+        """Reads a YAML file whose keys are the attributes above.
+
+        Raises:
+            RecipeError: no such file, no mapping, an unknown key (the nearest valid name is given)
+                or a wrong value (what is allowed is given).
+        """
+        source = f"recipe {path}"
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecipeError(f"{source}: cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise RecipeError(f"{source}: is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            found = type(content).__name__
+            raise RecipeError(
+                f"{source}: must hold keys and values ('strategy: dual_batch'), found {found}"
+            )
+        return cls._build(cast("dict[Any, Any]", content), source, valid_parameters)
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any], valid_parameters: Collection[str] | None = None
+    ) -> Self:
+        """Reads `torch.compile(options=...)`: keys that are no attribute are strategy parameters.
+
+        Raises:
+            RecipeError: as `load`; a parameter's name is checked only against `valid_parameters`.
+        """
+        given = dict(options)
+        own = {key: given.pop(key) for key in list(given) if key in _NAMES}
+        parameters = own.get("parameters", {})
+        if isinstance(parameters, Mapping):
+            if twice := sorted(set(given) & set(cast("Mapping[str, Any]", parameters))):
+                raise RecipeError(f"options: {twice[0]!r} is given twice, also in 'parameters'")
+            own["parameters"] = {**parameters, **given}
+        return cls._build(own, "options", valid_parameters)
+
+    @classmethod
+    def _build(
+        cls, content: Mapping[Any, Any], source: str, valid_parameters: Collection[str] | None
+    ) -> Self:
+        for key in content:
+            if key not in _NAMES:
+                raise RecipeError(f"{source}: unknown key {key!r}{near(str(key), _NAMES)}")
+        if "strategy" not in content:
+            raise RecipeError(f"{source}: no 'strategy' given; `dynaflow strategies` lists them")
+        _check(content, source)
+        recipe = cls(**content)
+        if valid_parameters is not None:
+            recipe.check_parameters(valid_parameters, source)
+        return recipe
+
+    def check_parameters(self, valid: Collection[str], source: str = "recipe") -> None:
+        """Refuses parameters that the strategy, whose parameter names are `valid`, does not have.
+
+        Raises:
+            RecipeError: names the nearest parameter or recipe key.
+        """
+        for name in self.parameters:
+            if name not in valid:
+                hint = near(name, [*valid, *_NAMES])
+                raise RecipeError(
+                    f"{source}: strategy {self.strategy!r} has no parameter {name!r}{hint}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes by name, with `parameters` as a dict of its own."""
+        values = {name: getattr(self, name) for name in _NAMES}
+        if isinstance(self.parameters, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            values["parameters"] = dict(self.parameters)
+        return values
+
+    def dump(self, path: str | Path) -> None:
+        """Writes a file that `load` reads back to an equal recipe."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+_NAMES = tuple(f.name for f in dataclasses.fields(Recipe))
+
+
+def near(name: str, valid: Collection[str]) -> str:
+    """How a message about an unknown name goes on: the nearest valid name, then all of them."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Valid: {', '.join(valid) or 'none'}"
+
+
+def _check(content: Mapping[str, Any], source: str) -> None:
+    for name, value in content.items():
+        if allowed := _refused(name, value):
+            kind = type(value).__name__
+            raise RecipeError(f"{source}: {name!r} must be {allowed}, found {value!r} ({kind})")
+
+
+def _refused(name: str, value: object) -> str | None:
+    """What `name` may hold, when `value` is not that."""
+    if name in _CHOICES:
+        ok, allowed = value in _CHOICES[name], f"one of {_CHOICES[name]}"
+    elif name in _LEAST:
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= _LEAST[name]
+        allowed = f"a whole number of at least {_LEAST[name]}"
+    elif name == "agree_timeout_s":
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        allowed = "a number of seconds above 0"
+    elif name in {"strict", "verify"}:
+        ok, allowed = isinstance(value, bool), "true or false"
+    elif name == "parameters":
+        ok = isinstance(value, Mapping) and all(
+            isinstance(key, str) for key in cast("Mapping[object, object]", value)
+        )
+        allowed = "a mapping of parameter names to values"
+    else:
+        ok, allowed = isinstance(value, str), "text"
+        if name == "strategy":
+            ok, allowed = ok and bool(value), "the name of a strategy"
+    return None if ok else allowed
+
+
+RECIPE_VARIABLE = "DYNAFLOW_RECIPE"
+TIMEOUT_VARIABLE = "DYNAFLOW_AGREE_TIMEOUT"
+MULTICAST_OFF = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+_WATCHED = (*MULTICAST_OFF, "NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment says that matters here, as it was when it was read.
+
+    Attributes:
+        recipe: path of the recipe that the launcher set, or None.
+        agree_timeout_s: seconds that override every recipe's, or None.
+        rank, world_size, local_rank: of the launcher (torchrun, accelerate), or None.
+        variables: the communication libraries' variables that are set, as text.
+        unknown: names that begin with DYNAFLOW_ and that nothing reads.
+    """
+
+    recipe: str | None = None
+    agree_timeout_s: float | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def multicast_off(self) -> bool:
+        """Whether all three libraries are told to leave NVLink multicast alone."""
+        return all(self.variables.get(name) == off for name, off in MULTICAST_OFF.items())
+
+    @property
+    def p2p_off(self) -> bool:
+        """Whether NCCL is told to go through host memory."""
+        return self.variables.get("NCCL_P2P_DISABLE") == "1"
+
+
+def _number(name: str, kind: type[int] | type[float]) -> Any:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise RecipeError(f"environment: {name} must be a number of at least 0, found {text!r}")
+    return value
+
+
+def environment() -> Environment:
+    """Reads the environment now.
+
+    Raises:
+        RecipeError: a variable that must be a number is none.
+    """
+    return Environment(
+        recipe=os.environ.get(RECIPE_VARIABLE) or None,
+        agree_timeout_s=_number(TIMEOUT_VARIABLE, float),
+        rank=_number("RANK", int),
+        world_size=_number("WORLD_SIZE", int),
+        local_rank=_number("LOCAL_RANK", int),
+        variables={name: os.environ[name] for name in _WATCHED if name in os.environ},
+        unknown=tuple(
+            name
+            for name in sorted(os.environ)
+            if name.startswith("DYNAFLOW_") and name not in {RECIPE_VARIABLE, TIMEOUT_VARIABLE}
+        ),
+    )
+
+
+def export_recipe(path: str | Path) -> None:
+    """Sets the variable through which this process and its children find the recipe."""
+    os.environ[RECIPE_VARIABLE] = str(Path(path).resolve())

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import difflib
 import re
-from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from dynaflow_train.annotate import Rule
+from dynaflow_train.clocks import ALL, Readiness
 from dynaflow_train.errors import KernelError, ScheduleError, SplitError
 from dynaflow_train.ir import Launch, Op, OpKind, Phase, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from dynaflow_train.annotate import Rule
 
 COMPUTE = "compute"
 COMM = "comm"
 # Rates of a current data-centre GPU, per millisecond: they order ops where nothing was measured.
 FLOPS_PER_MS, MEMORY_BYTES_PER_MS, LINK_BYTES_PER_MS = 4e11, 3e9, 1.5e8
-_ALL = -1  # in place of a micro-batch index: the op runs once for all of them
 
 
 def estimate_ms(op: Op, times: Mapping[str, float]) -> float:
@@ -111,7 +112,13 @@ class Strategy:
 
 
 class Scheduler:
-    """Keeps what is ready and takes down what a strategy issues."""
+    """Keeps what is ready and takes down what a strategy issues.
+
+    Attributes:
+        context: what a strategy may look at.
+        launches: what was issued so far, still without waits.
+        reason: why it became sequential, if it did.
+    """
 
     def __init__(self, region: Region, context: Context, kernels: Collection[str] = ()) -> None:
         self.context = context
@@ -120,22 +127,19 @@ class Scheduler:
         self._region = region
         self._kernels = kernels
         self._index = {op.name: index for index, op in enumerate(region.ops)}
-        self._cut: tuple[MicroBatch, ...] | None = None
         self._positions: dict[tuple[int, int], int] = {}
-        self._reached: dict[str, int] = {}  # per stream the last collective somebody waited for
+        self._awaited = -1  # the last collective that some launch reads
+        self._was_split = False
+        self._cut(context.forward_sizes or (context.batch,))
 
-    # ---- the batch
-
-    @property
-    def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """The parts of the batch: the forward's in the backward; one, unless `split` was called."""
-        if self._cut is not None:
-            return self._cut
-        return _micro_batches(self.context.forward_sizes or (self.context.batch,))
+    def _cut(self, sizes: tuple[int, ...]) -> None:
+        self.micro_batches = tuple(MicroBatch(index, size) for index, size in enumerate(sizes))
+        self._state = Readiness(self._region, len(sizes))
+        self._views: dict[tuple[int, int], ReadyOp] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples in each micro-batch."""
+        """Samples in each micro-batch: the forward's, or one of the whole batch before `split`."""
         return tuple(part.size for part in self.micro_batches)
 
     def split(self, parts: int | Sequence[int] | None = None) -> tuple[MicroBatch, ...]:
@@ -148,50 +152,50 @@ class Scheduler:
             SplitError: the sizes do not fit the batch, the capture or the forward.
             ScheduleError: something was issued already, or `split` was called before.
         """
-        if self.launches or self._cut is not None:
+        if self.launches or self._was_split:
             raise ScheduleError(
-                f"split was called {'twice' if self._cut else 'after the first execute'}; the "
-                f"micro-batches are fixed then. Call it once, first."
+                f"split was called {'twice' if self._was_split else 'after the first execute'}. "
+                f"The micro-batches are fixed by then; call it once, first."
             )
-        context, region = self.context, self._region
-        forward = context.forward_sizes
+        region, forward = self._region, self.context.forward_sizes
         sizes = self._asked(parts)
         if len(sizes) > 1 and not region.can_split and len(forward or (0,)) == 1:
             self.reason = region.why_not or f"region {region.name} cannot be cut"
-            sizes = forward or (context.batch,)
+            sizes = self.sizes
         if forward is not None and sizes != forward:
             raise SplitError(
                 f"the forward of {region.name} ran with micro-batches of {list(forward)} samples, "
                 f"its backward asks for {list(sizes)}. Call s.split() without sizes there."
             )
-        self._cut = _micro_batches(sizes)
-        self.__dict__.pop("_missing", None)
-        self.__dict__.pop("_ready", None)
-        return self._cut
+        self._was_split = True
+        self._cut(sizes)
+        return self.micro_batches
 
     def _asked(self, parts: int | Sequence[int] | None) -> tuple[int, ...]:
         """The sizes asked for, checked against batch and capture."""
         batch, most = self.context.batch, self.context.max_micro_batches
         if parts is None:
             if self.context.forward_sizes is None:
-                raise SplitError("split() without sizes is for the backward; in the forward give "
-                                 "a number of micro-batches or their sizes.")
+                raise SplitError(
+                    "split() without sizes returns the forward's, in the backward. In the forward "
+                    "give the number of micro-batches or their sizes."
+                )
             return self.context.forward_sizes
         number = parts if isinstance(parts, int) else len(parts)
-        if number < 1 or number > batch:
+        if not 1 <= number <= batch:
             raise SplitError(
                 f"cannot split a batch of {batch} sample(s) into {number} micro-batches. Set "
-                f"micro_batches to at most {batch}, or raise the batch size of each rank to at "
-                f"least {max(number, 1)}."
+                f"micro_batches to at most {batch}, or give each rank at least {max(number, 1)} "
+                f"samples."
             )
         if number > most:
             raise SplitError(
                 f"cannot split into {number} micro-batches: the capture has room for {most}. Set "
-                f"micro_batches to at most {most}, or max_micro_batches to {number}."
+                f"micro_batches to at most {most}, or max_micro_batches to at least {number}."
             )
         if isinstance(parts, int):
-            size, rest = divmod(batch, parts)
-            return (size + 1,) * rest + (size,) * (parts - rest)
+            size, larger = divmod(batch, parts)
+            return (size + 1,) * larger + (size,) * (parts - larger)
         if min(parts) < 1 or sum(parts) != batch:
             raise SplitError(
                 f"micro-batches of {list(parts)} samples make {sum(parts)}, the batch has {batch}. "
@@ -199,52 +203,189 @@ class Scheduler:
             )
         return tuple(parts)
 
-    # ---- readiness
-
-    @cached_property
-    def _readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the ops that read its outputs."""
-        readers: list[list[int]] = [[] for _ in self._region.ops]
-        for name, sources in self._region.predecessors.items():
-            for source in sources:
-                readers[self._index[source]].append(self._index[name])
-        return tuple(tuple(found) for found in readers)
-
-    @cached_property
-    def _missing(self) -> dict[tuple[int, int], int]:
-        """For each op and micro-batch not issued: how many of the runs it reads from are not."""
-        ops, number = self._region.ops, len(self.micro_batches)
-        missing: dict[tuple[int, int], int] = {}
-        for index, op in enumerate(ops):
-            sources = [self._region.op[name] for name in self._region.predecessors[op.name]]
-            count = sum(number if op.merged and not source.merged else 1 for source in sources)
-            missing.update({(index, part): count for part in self._parts(op)})
-        return missing
-
-    @cached_property
-    def _ready(self) -> list[tuple[int, int]]:
-        """Ops and micro-batches whose inputs have been issued, by region order."""
-        return sorted(key for key, count in self._missing.items() if count == 0)
-
-    def _parts(self, op: Op) -> Sequence[int]:
-        return (_ALL,) if op.merged else range(len(self.micro_batches))
-
-    def _view(self, index: int, part: int) -> ReadyOp:
-        op, context = self._region.ops[index], self.context
-        micro_batch = None if part == _ALL else self.micro_batches[part]
-        share = 1.0 if micro_batch is None else micro_batch.size / max(sum(self.sizes), 1)
-        return ReadyOp(
-            op.name, micro_batch, op.kind, op.layer, self._region.phase, op.is_communication,
-            op.is_wgrad, estimate_ms(op, context.times) * share, op.collective,
-        )
-
     def get_ready_ops(self, micro_batch: MicroBatch | None = None) -> tuple[ReadyOp, ...]:
-        """The ops whose inputs have been issued and which have not, in region order.
+        """The ops whose inputs have been issued and which have not been, in region order.
 
         Args:
-            micro_batch: only its ops; ops that run once for all are left out then.
+            micro_batch: only its ops; ops that run once for all micro-batches are left out then.
         """
         wanted = None if micro_batch is None else micro_batch.index
         return tuple(
-            self._views[key] for key in self._ready if wanted is None or key[1] == wanted
+            self._view(run) for run in self._state.ready if wanted is None or run[1] == wanted
         )
+
+    def readers(self, op: ReadyOp) -> tuple[ReadyOp, ...]:
+        """The ops that read what `op` makes, of the same micro-batch, ready or not."""
+        index, part = self._run(op)
+        found = (
+            run for reader in self._state.readers[index] for run in self._state.runs(reader, part)
+        )
+        return tuple(self._view(run) for run in found)
+
+    def waits_for(self, op: ReadyOp) -> int | None:
+        """Position of the newest collective that `op` reads and that nothing has read before.
+
+        None when it reads no collective, or only such as something else has already waited for.
+        The larger the number, the shorter the collective has been under way.
+        """
+        index, part = self._run(op)
+        ops = self._region.ops
+        newest = max(
+            (
+                self._positions.get(run, -1)
+                for source in self._state.sources[index]
+                if ops[source].is_communication
+                for run in self._state.runs(source, part)
+            ),
+            default=-1,
+        )
+        return newest if newest > self._awaited else None
+
+    def execute(
+        self,
+        op: ReadyOp | Sequence[ReadyOp],
+        micro_batches: Sequence[MicroBatch] | None = None,
+        stream: str | None = None,
+        kernel: str | None = None,
+    ) -> None:
+        """Issue one launch.
+
+        Args:
+            op: a ready op; the same op of adjacent micro-batches, which then runs once, merged; or
+                a chain of ops of one micro-batch that `kernel` replaces.
+            micro_batches: with one op: run it merged for these, which must be adjacent.
+            stream: a lane's name; by default "comm" for a collective, else "compute".
+            kernel: name of a registered kernel to run in place of the op or ops.
+
+        Raises:
+            ScheduleError: an op is not ready or was issued, or the ops or micro-batches do not go
+                together.
+            KernelError: no such kernel.
+        """
+        ops = (op,) if isinstance(op, ReadyOp) else tuple(op)
+        names, parts = self._together(ops, micro_batches, kernel)
+        if kernel is not None and kernel not in self._kernels:
+            raise KernelError(
+                f"no kernel {kernel!r} for {' + '.join(names)}. {_nearest(kernel, self._kernels)}"
+            )
+        runs = [(self._index[name], part) for name in names for part in parts]
+        position = len(self.launches)
+        for run in runs:
+            self._take(run, position)
+        covered = range(len(self.sizes)) if parts == (ALL,) else parts
+        default = COMM if ops[0].is_communication else COMPUTE
+        self.launches.append(Launch(names, tuple(covered), stream or default, kernel))
+
+    def sequential(self, reason: str | None = None) -> None:
+        """Issue all that remains in region order on one stream.
+
+        Args:
+            reason: why the strategy does not do what it is made for; reports show it.
+        """
+        self.reason = reason or self.reason
+        for index in range(len(self._region.ops)):
+            for part in self._state.parts(index):
+                if (index, part) in self._state.missing:
+                    self.execute(self._view((index, part)), stream=COMPUTE)
+
+    def _together(
+        self,
+        ops: tuple[ReadyOp, ...],
+        micro_batches: Sequence[MicroBatch] | None,
+        kernel: str | None,
+    ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The op names and the micro-batches of one launch."""
+        names = tuple(dict.fromkeys(op.op for op in ops))
+        for op in ops:
+            self._run(op)
+        if micro_batches is not None and len(names) == 1:
+            asked = sorted(part.index for part in micro_batches)
+        else:
+            asked = sorted({ALL if op.micro_batch is None else op.micro_batch.index for op in ops})
+        if not asked:
+            raise ScheduleError("execute was given no op or no micro-batch.")
+        shown = " + ".join(str(op) for op in ops)
+        if len(names) > 1 and (kernel is None or len(asked) > 1 or micro_batches is not None):
+            raise ScheduleError(
+                f"{shown} are different ops. Several ops in one launch need kernel= and must "
+                f"belong to one micro-batch."
+            )
+        merged = self._state.merged[self._index[names[0]]]
+        if merged and micro_batches is not None:
+            if asked != list(range(len(self.sizes))):
+                raise ScheduleError(
+                    f"{names[0]} runs once for all {len(self.sizes)} micro-batches, not for {asked}."
+                )
+            asked = [ALL]
+        if asked != list(range(asked[0], asked[0] + len(asked))):
+            raise ScheduleError(
+                f"{names[0]} was asked to run merged for micro-batches {asked}, which are not "
+                f"adjacent. Merge neighbours, or run it for each."
+            )
+        return names, tuple(asked)
+
+    def _take(self, run: tuple[int, int], position: int) -> None:
+        """Issue one run as part of the launch at `position`."""
+        state, shown = self._state, self._view(run)
+        if run not in state.missing:
+            raise ScheduleError(
+                f"{shown} was issued before, at position {self._positions[run]}. "
+                f"Take ops from s.get_ready_ops()."
+            )
+        if state.missing[run]:
+            lacking = [
+                str(self._view(source))
+                for index in state.sources[run[0]]
+                for source in state.runs(index, run[1])
+                if source in state.missing
+            ]
+            raise ScheduleError(
+                f"{shown} is not ready: it reads {', '.join(lacking)}, not issued "
+                f"yet. Take ops from s.get_ready_ops()."
+            )
+        if (newest := self.waits_for(shown)) is not None:
+            self._awaited = newest
+        state.issue(run)
+        self._positions[run] = position
+
+    def _run(self, op: ReadyOp) -> tuple[int, int]:
+        """The op and micro-batch that `op` stands for, checked to be of this region and split."""
+        index = self._index.get(op.op)
+        part = ALL if op.micro_batch is None else op.micro_batch.index
+        known = index is not None and part in self._state.parts(index)
+        if index is None or not known or op.micro_batch not in (None, *self.micro_batches):
+            raise ScheduleError(
+                f"{op} is no op of {self._region.name} {self._region.phase} with micro-batches of "
+                f"{list(self.sizes)} samples. Take ops from s.get_ready_ops(), after s.split()."
+            )
+        return index, part
+
+    def _view(self, run: tuple[int, int]) -> ReadyOp:
+        """What a strategy sees of one run; made once."""
+        if (seen := self._views.get(run)) is not None:
+            return seen
+        op = self._region.ops[run[0]]
+        micro_batch = None if run[1] == ALL else self.micro_batches[run[1]]
+        share = 1.0 if micro_batch is None else micro_batch.size / max(sum(self.sizes), 1)
+        estimated_ms = estimate_ms(op, self.context.times) * share
+        self._views[run] = view = ReadyOp(
+            op.name,
+            micro_batch,
+            op.kind,
+            op.layer,
+            self._region.phase,
+            op.is_communication,
+            op.is_wgrad,
+            estimated_ms,
+            op.collective,
+        )
+        return view
+
+
+def _nearest(name: str, names: Collection[str]) -> str:
+    """A sentence that names what there is, the nearest first."""
+    if not names:
+        return "None is registered."
+    near = difflib.get_close_matches(name, names, 1)
+    listed = f"There are {', '.join(sorted(names))}."
+    return f"Did you mean {near[0]!r}? {listed}" if near else listed

@@ -1,4 +1,4 @@
-"""What every test shares: skips by what the machine has, few threads, no trace left between tests."""
+"""What every test shares: skips by what the machine has, few threads, a fresh start each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fails when a file, a function or the product outgrows its budget; prints the ten largest files."""
+"""Fails when a file, a function or the product outgrows its budget; prints the largest files."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""Walks one graph and decides for every node how its result is shared and whether it may be cut.
+
+In:  an aten graph with symbolic sizes, the `Info` of each placeholder, the batch symbol.
+Out: `Analysis`: the Info of every tensor node, and the mode of every node:
+     "split"  once per micro-batch,
+     "merged" once, on the whole batch, with the reason,
+     "shared" once, it depends on no sample.
+Nothing in the graph is changed. See docs/invariants.md.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow_train.split.axis import OWN, PARTIAL, SHARED, WHOLE, Info, MixesSamples, batch_dims
+from dynaflow_train.split.rules import Call, Result, whole
+from dynaflow_train.split.table import LINEAR, Rules, packet_name
+
+Mode = Literal["split", "merged", "shared"]
+
+
+@dataclass
+class Analysis:
+    """The verdicts of one graph, by node."""
+
+    symbol: sympy.Symbol | None
+    infos: dict[fx.Node, Info] = field(default_factory=dict)
+    modes: dict[fx.Node, Mode] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    tuples: dict[fx.Node, tuple[Info, ...]] = field(default_factory=dict)
+
+
+def analyse(
+    graph: fx.Graph, given: Mapping[fx.Node, Info], symbol: sympy.Symbol | None
+) -> Analysis:
+    """Decide sharing, axis and mode of every node.
+
+    Args:
+        graph: aten graph after AOTAutograd's partition.
+        given: Info of the placeholders that are not shared.
+        symbol: the batch size; None means that nothing may be cut.
+    """
+    found, rules = Analysis(symbol), Rules()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found.infos[node] = given.get(node, SHARED)
+        elif node.op == "get_attr":
+            found.infos[node] = SHARED
+        elif node.op == "call_function" and not _is_number(node.meta.get("val")):
+            _visit(node, found, rules)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _visit(node: fx.Node, found: Analysis, rules: Rules) -> None:
+    if node.target is operator.getitem and node.args[0] in found.tuples:
+        source = node.args[0]
+        found.infos[node] = found.tuples[source][node.args[1]]
+        found.modes[node] = found.modes[source]
+        return
+    if found.symbol is None:
+        mode, result, reason = "shared", _like(node, SHARED), None
+    else:
+        mode, result, reason = _decide(node, found, rules, found.symbol)
+    found.modes[node] = mode
+    if reason:
+        found.reasons[node] = f"{node.target}: {reason}"
+    if isinstance(result, tuple):
+        found.tuples[node] = result
+    else:
+        found.infos[node] = result
+
+
+def _decide(
+    node: fx.Node, found: Analysis, rules: Rules, symbol: sympy.Symbol
+) -> tuple[Mode, Result, str | None]:
+    call = Call(node, found.infos, symbol)
+    kinds = {found.infos[a].sharing for a in call.tensors if a in found.infos}
+    rule = rules.find(node)
+    name = packet_name(node)
+    sized = any(batch_dims(v.shape, symbol) for v in _tensors(node.meta.get("val")))
+    if kinds <= {"shared"} and not sized:
+        return "shared", _like(node, SHARED), None
+    if WHOLE in (found.infos.get(a) for a in call.tensors):
+        return "merged", whole(call), "an input is only known for the whole batch"
+    if "partial" in kinds:
+        if name in LINEAR or _linear_pair(node, found, name):
+            return "split", _like(node, PARTIAL), None
+        return "merged", whole(call), "it needs a sum over the whole batch"
+    if "own" in kinds and "batch" not in kinds and not sized:
+        return "split", _like(node, OWN), None
+    if rule is None:
+        return "merged", whole(call), "no rule says that it keeps samples apart"
+    try:
+        return "split", rule(call), None
+    except MixesSamples as verdict:
+        return "merged", whole(call), str(verdict)
+
+
+def _linear_pair(node: fx.Node, found: Analysis, name: str) -> bool:
+    """`add(partial, partial)`, `mul(partial, shared)`, `div(partial, shared)` stay sums."""
+    if name not in ("add", "sub", "mul", "div") or len(node.args) < 2:
+        return False
+    partial = [
+        isinstance(a, fx.Node) and found.infos.get(a) == PARTIAL for a in node.args[:2]
+    ]
+    shared = [
+        not isinstance(a, fx.Node) or found.infos.get(a, SHARED) == SHARED for a in node.args[:2]
+    ]
+    if name in ("add", "sub"):
+        return all(partial)
+    return (partial[0] and shared[1]) or (name == "mul" and partial[1] and shared[0])
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, tuple | list) else []
+
+
+def _like(node: fx.Node, info: Info) -> Result:
+    value = node.meta.get("val")
+    return tuple(info for _ in value) if isinstance(value, tuple | list) else info

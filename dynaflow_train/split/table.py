@@ -1,0 +1,121 @@
+"""Which operator follows which rule. What is not listed here mixes samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dynaflow_train.split import rules as r
+
+_POINTWISE = """where copy _to_copy fma addcmul addcdiv lerp clamp threshold_backward gelu_backward
+silu_backward sigmoid_backward tanh_backward native_dropout_backward masked_fill nan_to_num
+_conj real imag isnan isinf to prims.convert_element_type prims.fma hardtanh_backward
+leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward mse_loss_backward"""
+_SAME = """clone detach alias contiguous lift_fresh_copy lift_fresh view_of view.dtype
+_c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor
+_c10d_functional_autograd.wait_tensor prims.inductor_force_stride_order full_like zeros_like
+ones_like empty_like"""
+_FIRST_DIM = """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
+_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_flash_attention_backward
+_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+_scaled_dot_product_flash_attention_for_cpu_backward max_pool2d_with_indices
+max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
+_adaptive_avg_pool2d_backward _low_memory_max_pool_with_offsets native_group_norm
+upsample_nearest2d upsample_bilinear2d"""
+_CREATE = """full zeros ones empty new_zeros new_ones new_full new_empty rand randn
+empty_strided prims.inductor_random prims.inductor_seed prims.inductor_seeds
+prims.inductor_lookup_seed"""
+
+
+def _names(text: str) -> list[str]:
+    return [n if "." in n and not n.startswith("view.") else f"aten.{n}" for n in text.split()]
+
+
+def _table() -> dict[str, r.Rule]:
+    table: dict[str, r.Rule] = {}
+    for names, rule in (
+        (_POINTWISE, r.pointwise),
+        (_SAME, r.same),
+        (_FIRST_DIM, r.first_dim),
+        (_CREATE, r.create),
+        ("view reshape _unsafe_view unflatten flatten", r.reshape),
+        ("expand", r.expand),
+        ("permute transpose t", r.permute),
+        ("unsqueeze", r.unsqueeze),
+        ("squeeze", r.squeeze),
+        ("select unbind", r.select),
+        ("slice", r.slice_),
+        ("split split_with_sizes", r.split),
+        ("cat", r.cat),
+        ("mm bmm addmm baddbmm", r.matmul),
+        ("convolution", r.convolution),
+        ("convolution_backward", r.convolution_backward),
+        ("embedding", r.embedding),
+        ("embedding_dense_backward", r.embedding_backward),
+        ("index _unsafe_index", r.index),
+        ("index_put _unsafe_index_put", r.index_put),
+        ("native_dropout bernoulli rand_like randn_like", r.random_like),
+        ("_softmax _log_softmax cumsum cumprod logcumsumexp gather index_select", r.along(1)),
+        ("scatter scatter_add scatter_reduce", r.along(1)),
+        ("_softmax_backward_data _log_softmax_backward_data", r.along(2)),
+        ("sort argsort", r.along(1)),
+        ("topk", r.along(2)),
+        ("flip", r.along(1, "dims")),
+        ("roll", r.along(2, "dims", None)),
+        ("slice_scatter select_scatter", r.along(2, "dim", 0)),
+        ("slice_backward select_backward", r.along(2)),
+        ("sum", r.reduction(sums=True)),
+        ("mean amax amin any all argmax argmin prod logsumexp max min", r.reduction()),
+        ("var std var_mean", r.reduction(keepdim_index=3)),
+        ("linalg_vector_norm", r.reduction(2, 3)),
+        ("_c10d_functional.all_gather_into_tensor", r.all_gather),
+        ("_c10d_functional.reduce_scatter_tensor", r.reduce_scatter),
+        ("_c10d_functional.all_to_all_single", r.all_to_all),
+    ):
+        table.update(dict.fromkeys(_names(names), rule))
+    return table
+
+
+class Rules:
+    """Finds the rule of a node."""
+
+    def __init__(self) -> None:
+        self._table = _table()
+
+    def find(self, node: fx.Node) -> r.Rule | None:
+        """The node's rule; None when its operator is unknown."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return None
+        name = f"{target.namespace}.{target._schema.name.split('::')[1]}"
+        rule = self._table.get(f"{name}.{target._overloadname}") or self._table.get(name)
+        if rule is None and torch.Tag.pointwise in target.tags:
+            return r.pointwise
+        return rule
+
+
+# Operators (by packet name) whose integer arguments are sizes, which shrink with the micro-batch.
+SIZE_OPERATORS = frozenset(
+    "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_full new_empty "
+    "rand randn slice split split_with_sizes empty_strided slice_backward select_backward "
+    "slice_scatter inductor_random unflatten embedding_dense_backward arange iota".split()
+)
+# Operators that only look at their input: they are copied into every op that reads them.
+VIEWS = frozenset(
+    "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze select slice alias "
+    "detach split split_with_sizes unbind view_of lift_fresh".split()
+)
+# Operators through which a sum over micro-batches may pass.
+LINEAR = frozenset(
+    "view reshape _unsafe_view permute transpose t unsqueeze squeeze select slice alias detach clone "
+    "neg sum expand convert_element_type _to_copy split split_with_sizes".split()
+)
+
+
+def packet_name(node: fx.Node) -> str:
+    """`mm` for `aten.mm.default`; the target's own name for anything else."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return getattr(target, "__name__", str(target))

@@ -1,0 +1,61 @@
+"""The environment is read in one place, at the call and not at import."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynaflow_train.config import MULTICAST_OFF, Environment, environment, export_recipe
+from dynaflow_train.errors import RecipeError
+
+
+@pytest.fixture
+def env(monkeypatch):
+    for name in (
+        "DYNAFLOW_RECIPE",
+        "DYNAFLOW_AGREE_TIMEOUT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "NCCL_P2P_DISABLE",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        *MULTICAST_OFF,
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_nothing_set(env):
+    assert environment() == Environment()
+
+
+def test_everything_set(env):
+    for name, value in MULTICAST_OFF.items():
+        env.setenv(name, value)
+    env.setenv("NCCL_P2P_DISABLE", "1")
+    env.setenv("RANK", "3")
+    env.setenv("WORLD_SIZE", "4")
+    env.setenv("LOCAL_RANK", "1")
+    env.setenv("DYNAFLOW_AGREE_TIMEOUT", "2.5")
+    env.setenv("DYNAFLOW_RECIPIE", "x")
+    now = environment()
+    assert (now.rank, now.world_size, now.local_rank) == (3, 4, 1)
+    assert now.agree_timeout_s == 2.5
+    assert now.multicast_off
+    assert now.p2p_off
+    assert now.unknown == ("DYNAFLOW_RECIPIE",)
+    env.setenv("NCCL_NVLS_ENABLE", "1")
+    assert not environment().multicast_off
+
+
+@pytest.mark.parametrize("text", ["soon", "-1"])
+def test_timeout_that_is_no_number(env, text):
+    env.setenv("DYNAFLOW_AGREE_TIMEOUT", text)
+    with pytest.raises(RecipeError, match=f"must be a number of at least 0, found '{text}'"):
+        environment()
+
+
+def test_exported_recipe_is_absolute(env, tmp_path):
+    env.chdir(tmp_path)
+    env.setenv("DYNAFLOW_RECIPE", "before")  # so that the fixture takes the export back
+    export_recipe("r.yaml")
+    assert environment().recipe == str(tmp_path / "r.yaml")
