@@ -142,6 +142,11 @@ class Scheduler:
         """Samples in each micro-batch: the forward's, or one of the whole batch before `split`."""
         return tuple(part.size for part in self.micro_batches)
 
+    @property
+    def remaining(self) -> int:
+        """How many runs (op and micro-batch) have not been issued."""
+        return len(self._state.missing)
+
     def split(self, parts: int | Sequence[int] | None = None) -> tuple[MicroBatch, ...]:
         """Cut the batch: into `parts` as even as possible, larger first, or into the given sizes.
 
@@ -299,6 +304,11 @@ class Scheduler:
         for op in ops:
             self._run(op)
         if micro_batches is not None and len(names) == 1:
+            if not set(micro_batches) <= set(self.micro_batches):
+                raise ScheduleError(
+                    f"{names[0]} for {list(micro_batches)}: not the micro-batches of this split, "
+                    f"which has sizes {list(self.sizes)}."
+                )
             asked = sorted(part.index for part in micro_batches)
         else:
             asked = sorted({ALL if op.micro_batch is None else op.micro_batch.index for op in ops})
@@ -314,7 +324,7 @@ class Scheduler:
         if merged and micro_batches is not None:
             if asked != list(range(len(self.sizes))):
                 raise ScheduleError(
-                    f"{names[0]} runs once for all {len(self.sizes)} micro-batches, not for {asked}."
+                    f"{names[0]} runs once for all {len(self.sizes)} micro-batches, not {asked}."
                 )
             asked = [ALL]
         if asked != list(range(asked[0], asked[0] + len(asked))):

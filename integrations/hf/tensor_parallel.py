@@ -286,10 +286,11 @@ def parallelize(model: PreTrainedModel, tp_size: int) -> PreTrainedModel:
     _check_divides(model.config, tp_size)
     undo = apply()
     try:
-        plan = plan_for(model)
-        asked = DistributedConfig(tp_size=tp_size, tp_plan=plan)
+        # Set on the model, not in the config: later versions merge a config's plan into the host's,
+        # and 5.24 fails on a rule for a tied head.
+        model.tp_plan = {name: s for name, s in plan_for(model).items() if s != WHOLE}
         # 5.17 returns a mesh, later versions a mesh manager; both go back as they came.
-        config, _, mesh = type(model).prepare_distribute_model(asked)
+        config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=tp_size))
         return type(model).maybe_distribute_model(model, config, mesh)  # pyright: ignore[reportReturnType]
     finally:
         undo()

@@ -1,0 +1,96 @@
+"""Runs a strategy against a region's symbolic ops and returns the plan: waits placed, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dynaflow_train.clocks import place_waits
+from dynaflow_train.errors import KernelError, ScheduleError, SplitError
+from dynaflow_train.ir import Plan
+from dynaflow_train.schedule.check import check, input_launches
+from dynaflow_train.schedule.text import show
+from dynaflow_train.strategy import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from dynaflow_train.ir import Region
+    from dynaflow_train.strategy import Context, Strategy
+
+
+def record(
+    strategy: Strategy,
+    region: Region,
+    context: Context,
+    kernels: Collection[str] = (),
+    *,
+    strict: bool = True,
+) -> Plan:
+    """The plan that `strategy` makes for `region` in `context`.
+
+    Args:
+        strategy: whose `schedule` is called, once.
+        region: the ops to issue.
+        context: what the strategy may look at.
+        kernels: names that `execute(kernel=...)` may ask for.
+        strict: raise SplitError; else such a batch gives a sequential plan whose reason says why.
+
+    Raises:
+        ScheduleError: the strategy issued something illegal, left ops out or raised; the message
+            shows the plan so far with an arrow.
+        SplitError, KernelError: as `Scheduler.split` and `Scheduler.execute` say.
+    """
+    s = Scheduler(region, context, kernels)
+    try:
+        _run(strategy, s, region)
+    except _CannotCutError as error:
+        s = _sequential(region, context, str(error))
+    except SplitError as error:
+        if strict:
+            raise
+        s = _sequential(region, context, str(error))
+    plan = Plan(strategy.name, region.name, region.phase, s.sizes, tuple(s.launches), s.reason)
+    waits = place_waits([launch.stream for launch in plan.launches], input_launches(plan, region))
+    launches = tuple(map(_with_waits, plan.launches, waits))
+    plan = dataclasses.replace(plan, launches=launches)
+    check(plan, region, context.batch)
+    return plan
+
+
+class _CannotCutError(SplitError):
+    """`first, second = s.split(2)` met a region that cannot be cut."""
+
+
+def _sequential(region: Region, context: Context, reason: str) -> Scheduler:
+    s = Scheduler(region, context)
+    s.sequential(reason)
+    return s
+
+
+def _run(strategy: Strategy, s: Scheduler, region: Region) -> None:
+    """Call `schedule` and see that it issued everything."""
+    name = strategy.name
+    where = f"strategy {name!r}, {region.name} {region.phase}"
+    advice = "'sequential' is always valid."
+    try:
+        strategy.schedule(s)
+    except (SplitError, KernelError):
+        raise
+    except ScheduleError as error:
+        shown = show(s.launches, len(s.launches))
+        raise ScheduleError(f"{where}: {error} {advice}\n{shown}") from None
+    except Exception as error:
+        if isinstance(error, ValueError) and s.reason is not None and "unpack" in str(error):
+            raise _CannotCutError(s.reason) from error
+        raise ScheduleError(
+            f"{where} raised {type(error).__name__}: {error}, after {len(s.launches)} launches. "
+            f"{advice}\n{show(s.launches, len(s.launches), 'raised here')}"
+        ) from error
+    if ready := s.get_ready_ops():
+        raise ScheduleError(
+            f"{where} ended with {s.remaining} runs not issued; ready were "
+            f"{', '.join(map(str, ready[:5]))}. Loop until s.get_ready_ops() is empty, or call "
+            f"s.sequential(). {advice}\n{show(s.launches, len(s.launches), 'ended here')}"
+        )
+

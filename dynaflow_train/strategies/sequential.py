@@ -1,0 +1,19 @@
+"""The ops in the order of the plain run, on one stream: the baseline, and always valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dynaflow_train.strategy import Scheduler, Strategy
+
+
+@dataclass(frozen=True)
+class Sequential(Strategy):
+    """Nothing overlaps. Without rules a region is only cut at its collectives."""
+
+    split_wgrad: ClassVar[bool] = False
+
+    def schedule(self, s: Scheduler) -> None:
+        """Everything in region order."""
+        s.sequential("strategy 'sequential' overlaps nothing")
