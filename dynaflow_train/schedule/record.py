@@ -52,7 +52,10 @@ def record(
         s = _sequential(region, context, str(error))
     plan = Plan(strategy.name, region.name, region.phase, s.sizes, tuple(s.launches), s.reason)
     waits = place_waits([launch.stream for launch in plan.launches], input_launches(plan, region))
-    launches = tuple(map(_with_waits, plan.launches, waits))
+    launches = tuple(
+        dataclasses.replace(launch, waits=found)
+        for launch, found in zip(plan.launches, waits, strict=True)
+    )
     plan = dataclasses.replace(plan, launches=launches)
     check(plan, region, context.batch)
     return plan

@@ -36,17 +36,30 @@ class DualBatch(Strategy):
         """The most urgent ready op, again and again."""
         if s.context.tokens < self.min_tokens:
             return s.sequential(f"{s.context.tokens} tokens < min_tokens={self.min_tokens}")
-        parts = s.split(self.micro_batches)
+        self.split(s)
         last: MicroBatch | None = None
         while ready := s.get_ready_ops():
             op = min(ready, key=lambda op: self.urgency(s, op, last))
-            same = tuple(each for each in ready if each.op == op.op)
-            if op.is_wgrad and self.merge_wgrads:
-                s.execute(same if len(same) == len(parts) else op)
-            else:
-                s.execute(op)
+            if not op.is_wgrad:
                 last = op.micro_batch
+            whole = self.together(s, op)
+            s.execute(whole or op, stream=self.stream(op))
         return None
+
+    def split(self, s: Scheduler) -> None:
+        """Cut the batch."""
+        s.split(self.micro_batches)
+
+    def stream(self, op: ReadyOp) -> str | None:
+        """The lane of `op`; None is the default: "comm" for collectives, else "compute"."""
+        return None
+
+    def together(self, s: Scheduler, op: ReadyOp) -> tuple[ReadyOp, ...]:
+        """With `merge_wgrads`: the wgrad `op` of every micro-batch, if all are ready."""
+        if not (self.merge_wgrads and op.is_wgrad):
+            return ()
+        same = tuple(each for each in s.get_ready_ops() if each.op == op.op)
+        return same if len(same) == len(s.sizes) else ()
 
     def urgency(self, s: Scheduler, op: ReadyOp, last: MicroBatch | None) -> tuple[int, int, bool]:
         """The smaller, the sooner; equals keep the region's order.
@@ -57,7 +70,7 @@ class DualBatch(Strategy):
         if op.is_communication:
             return (0, 0, False)
         if op.is_wgrad:
-            return (2, 0, False)
+            return (4 if self.merge_wgrads and not self.together(s, op) else 2, 0, False)
         waits_for = s.waits_for(op)
         if waits_for is None:
             return (1, 0, op.micro_batch != last)

@@ -67,8 +67,8 @@ def test_two_all_reduces_a_layer_and_direction(model, norms):
     assert run_ranks(collectives, 2, MODELS[model]) == [wanted, wanted]
 
 
-def captured_targets(rank: int, model: dict[str, Any], whole: bool) -> list[dict[str, int]]:
-    """Operators that communicate or copy, in the forward and in the backward graph."""
+def captured_targets(rank: int, model: dict[str, Any], whole: bool, tp_size: int) -> list[Any]:
+    """How often each operator that communicates or copies is in each graph, forward first."""
     del rank
     graphs: list[torch.fx.GraphModule] = []
 
@@ -80,36 +80,31 @@ def captured_targets(rank: int, model: dict[str, Any], whole: bool) -> list[dict
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
 
-    sharded = tp.parallelize(build(layers=LAYERS, **model), 2).model
-    for region in [sharded] if whole else sharded.layers:
+    plain = build(layers=LAYERS, **model)
+    decoder = (tp.parallelize(plain, tp_size) if tp_size > 1 else plain).model
+    for region in [decoder] if whole else decoder.layers:
         region.compile(backend=backend, fullgraph=True)
-    sharded(input_ids=tokens(0)).last_hidden_state.sum().backward()
+    decoder(input_ids=tokens(0)).last_hidden_state.sum().backward()
     watched = ("c10d", "copy", "clone", "dtensor")
-    return [
-        dict(
-            collections.Counter(
-                str(node.target).partition(".")[2].partition(".")[0]
-                for node in graph.graph.nodes
-                if any(word in str(node.target).lower() for word in watched)
-            )
-        )
-        for graph in graphs
-    ]
+    targets = [[str(node.target) for node in graph.graph.nodes] for graph in graphs]
+    return [collections.Counter(t for t in ts if any(w in t for w in watched)) for ts in targets]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
 @pytest.mark.parametrize(("model", "norms"), [("llama", 0), ("qwen3", 2)])
-def test_graphs_hold_the_collectives_and_no_copy_for_them(model, norms, whole):
-    """One forward and one backward graph; `clone` only where the unsharded layer has it."""
+def test_graphs_differ_from_the_unsharded_ones_by_their_collectives_only(model, norms, whole):
+    """One forward and one backward graph, no copy and no DTensor operator added."""
     layers = LAYERS if whole else 1
-    forward, backward = (2 * layers, (2 + norms) * layers)
-    for graphs in run_ranks(captured_targets, 2, MODELS[model], whole):
-        counts = [{k: n for k, n in g.items() if k != "clone"} for g in graphs]
-        assert counts == [
-            {"all_reduce": forward, "wait_tensor": forward},
-            {"all_reduce": backward, "wait_tensor": backward},
-        ]
+    plain = captured_targets(0, MODELS[model], whole, 1)
+    wanted = [
+        copies
+        + collections.Counter(
+            {f"_c10d_functional.{op}.default": n for op in ("all_reduce", "wait_tensor")}
+        )
+        for copies, n in zip(plain, (2 * layers, (2 + norms) * layers), strict=True)
+    ]
+    assert run_ranks(captured_targets, 2, MODELS[model], whole, 2) == [wanted, wanted]
 
 
 def host_plan(rank: int, model: dict[str, Any]) -> str:

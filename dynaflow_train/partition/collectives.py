@@ -1,0 +1,40 @@
+"""Which nodes communicate: kind and process group."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def _name(node: fx.Node) -> tuple[str, str]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        namespace, name = node.target._schema.name.split("::")
+        return namespace, name
+    return "", ""
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """`all_reduce` and so on for a node that launches a collective, else None."""
+    namespace, name = _name(node)
+    return _KINDS.get(name, name) if namespace == "_c10d_functional" and name != "wait_tensor" else None
+
+
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective (its last argument)."""
+    return str(node.args[-1])
+
+
+def drop_waits(graph: fx.Graph) -> None:
+    """Remove `wait_tensor` nodes: the engine waits for a collective before its first reader."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _name(node)[1] == "wait_tensor":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

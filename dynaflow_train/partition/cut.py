@@ -1,0 +1,247 @@
+"""Cuts one aten graph into the ops of a `Region`.
+
+In:  a graph whose nodes bear labels (capture) and verdicts (split); operator rules; for a backward,
+     which outputs are gradients of parameters.
+Out: `Region`: every collective an op of its own, wgrad apart, merged and shared work apart, a value
+     for whatever crosses ops. The graph is read, not changed; op graphs are copies.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from dynaflow_train.annotate import LABEL, Rule, SplitFunc
+from dynaflow_train.errors import RuleError
+from dynaflow_train.ir import Op, Phase, Region, Value
+from dynaflow_train.partition.collectives import group_of, kind_of
+from dynaflow_train.partition.extract import extract
+from dynaflow_train.partition.group import group
+from dynaflow_train.partition.wgrad import wgrad_nodes
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What the split stage found, in the terms of the IR.
+
+    Attributes:
+        value: node -> its Value.
+        mode: node -> "split", "merged" or "shared".
+        reason: why a node is merged.
+        is_view: whether a node only looks at its input.
+        cost: node -> (floating-point operations, bytes moved).
+        packet: operator name of a node.
+        module: innermost module a node stems from.
+        modules: label for nodes without a rule: names of all modules around it, outermost first.
+    """
+
+    value: Callable[[fx.Node], Value]
+    mode: Mapping[fx.Node, str]
+    reason: Mapping[fx.Node, str]
+    is_view: Callable[[fx.Node], bool]
+    cost: Callable[[fx.Node], tuple[int, int]]
+    packet: Callable[[fx.Node], str]
+    modules: Callable[[fx.Node], Sequence[str]]
+
+
+@dataclass
+class _Cutter:
+    graph: fx.Graph
+    phase: Phase
+    rules: Sequence[Rule]
+    verdicts: Verdicts
+    wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    operator_hits: set[Rule] = field(default_factory=set)
+    labels: dict[fx.Node, Hashable] = field(default_factory=dict)
+
+    def is_floating(self, node: fx.Node) -> bool:
+        """Views of shared values and constants: copied into every op that reads them."""
+        if node.op == "get_attr":
+            return True
+        if self.verdicts.mode.get(node) != "shared" or self.verdicts.packet(node) == "getitem":
+            return False
+        if self.verdicts.is_view(node):
+            return all(self.is_floating(a) or a.op == "placeholder" for a in node.all_input_nodes)
+        value = node.meta.get("val")
+        return self.verdicts.packet(node) in ("full", "scalar_tensor") and (
+            isinstance(value, torch.Tensor) and value.dim() == 0 and not node.all_input_nodes
+        )
+
+    def rule_label(self, node: fx.Node) -> str | None:
+        """Label of an operator rule, else the stamp of capture."""
+        for rule in self.rules:
+            if isinstance(rule, SplitFunc) and rule.is_operator:
+                target = node.target
+                packet = getattr(target, "overloadpacket", None)
+                if rule.target in (target, packet):
+                    self.operator_hits.add(rule)
+                    where = self.verdicts.modules(node)
+                    return f"{where[-1] if where else ''}.{self.verdicts.packet(node)}".lstrip(".")
+        return (node.meta.get("custom") or {}).get(LABEL)
+
+    def label(self, node: fx.Node) -> Hashable:
+        if node in self.labels:
+            return self.labels[node]
+        if node.target is operator.getitem:
+            key = self.label(node.args[0])  # type: ignore[arg-type]
+        elif kind_of(node):
+            key = ("collective", node.name)
+        else:
+            mode = self.verdicts.mode.get(node, "shared")
+            if node in self.wgrads:
+                where = self.verdicts.modules(self.wgrads[node])
+                rule = f"{where[-1] if where else 'rest'}.wgrad"
+            else:
+                rule = self.rule_label(node) or self._inherited(node)
+            key = (mode, rule)
+        self.labels[node] = key
+        return key
+
+    def _inherited(self, node: fx.Node) -> str | None:
+        """Sums of gradients bear no label of their own; nor do nodes outside every rule."""
+        if (node.meta.get("custom") or {}) or self.phase != "backward":
+            return None
+        if self.verdicts.packet(node) != "add" or self.verdicts.modules(node):
+            return None
+        inputs = {self.label(a)[1] for a in node.all_input_nodes if a.op == "call_function"}
+        return inputs.pop() if len(inputs) == 1 else None
+
+    def nodes(self) -> list[fx.Node]:
+        return [
+            n for n in self.graph.nodes
+            if n.op == "call_function" and n in self.verdicts.mode and not self.is_floating(n)
+        ]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """Call nodes that a node reads, through floating ones."""
+        found: list[fx.Node] = []
+        for arg in node.all_input_nodes:
+            if arg.op == "call_function" and arg in self.verdicts.mode:
+                found.extend(self.sources(arg) if self.is_floating(arg) else [arg])
+        return found
+
+
+def cut(
+    graph: fx.Graph,
+    phase: Phase,
+    name: str,
+    rules: Sequence[Rule],
+    verdicts: Verdicts,
+    *,
+    split_wgrad: bool = True,
+    parameter_outputs: Sequence[bool] = (),
+) -> Region:
+    """Cut `graph` into a Region.
+
+    Args:
+        graph: aten graph without `wait_tensor` nodes.
+        phase: which graph it is.
+        name: the region's name.
+        rules: the strategy's rules; labels of modules and functions stand on the nodes already.
+        verdicts: the split stage's findings.
+        split_wgrad: whether gradients of parameters become ops of their own (backward only).
+        parameter_outputs: for each backward output whether it is a parameter's gradient.
+
+    Raises:
+        RuleError: a rule about an operator matches nothing (forward only).
+    """
+    cutter = _Cutter(graph, phase, rules, verdicts)
+    output = next(iter(reversed(graph.nodes)))
+    outputs = list(output.args[0])
+    if phase == "backward" and split_wgrad:
+        flowing = [
+            o for o, is_parameter in zip(outputs, parameter_outputs, strict=True)
+            if isinstance(o, fx.Node) and not is_parameter
+        ] + [n for n in graph.nodes if kind_of(n)]
+        packets = {n: verdicts.packet(n) for n in graph.nodes if n.op == "call_function"}
+        cutter.wgrads = wgrad_nodes(graph, flowing, packets)
+    groups = group(cutter.nodes(), cutter.label, cutter.sources)
+    _check_operator_rules(cutter, rules, phase, verdicts)
+    names = _names(groups, cutter)
+    ops = [
+        _op(members, op_name, cutter, set(outputs))
+        for members, op_name in zip(groups, names, strict=True)
+    ]
+    inputs = tuple(
+        n.name for n in graph.nodes
+        if n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.SymInt)
+    )
+    values = {
+        n.name: verdicts.value(n) for n in graph.nodes
+        if n.op == "placeholder" or n in verdicts.mode
+    }
+    return Region(
+        name, phase, tuple(ops), values, inputs,
+        tuple(o.name if isinstance(o, fx.Node) else None for o in outputs),
+        can_split=any(v.sharing == "batch" and v.axis for v in values.values()),
+    )
+
+
+def _check_operator_rules(
+    cutter: _Cutter, rules: Sequence[Rule], phase: Phase, verdicts: Verdicts
+) -> None:
+    packets = {verdicts.packet(n) for n in cutter.nodes()}
+    kinds = {kind_of(n) for n in cutter.nodes()} - {None}
+    for rule in rules:
+        if phase != "forward" or not isinstance(rule, SplitFunc) or rule.optional:
+            continue
+        if rule.is_collective and rule.target not in kinds:
+            raise RuleError(
+                f"{rule} matches nothing: the forward has no such collective. "
+                f"It has: {', '.join(sorted(map(str, kinds))) or 'none'}."
+            )
+        if rule.is_operator and rule not in cutter.operator_hits:
+            raise RuleError(
+                f"{rule} matches nothing: no such operator in the forward graph. "
+                f"It has: {', '.join(sorted(packets))}."
+            )
+
+
+def _names(groups: list[list[fx.Node]], cutter: _Cutter) -> list[str]:
+    """A readable, unique name for each op."""
+    taken: dict[str, int] = {}
+    names = []
+    for members in groups:
+        key = cutter.label(members[0])
+        where = cutter.verdicts.modules(members[-1]) or cutter.verdicts.modules(members[0])
+        module = where[-1] if where else cutter.phase
+        if kind := kind_of(members[0]):
+            stamped = cutter.rule_label(members[0])
+            base = f"{stamped or module}.{kind}"
+        else:
+            mode, rule = key  # type: ignore[misc]
+            base = rule or module
+            base = f"{base}.{mode}" if mode != "split" else base
+        taken[base] = taken.get(base, 0) + 1
+        names.append(base if taken[base] == 1 else f"{base}.{taken[base]}")
+    return names
+
+
+def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]) -> Op:
+    verdicts, collective = cutter.verdicts, kind_of(members[0])
+    graph, inputs, results = extract(members, outputs, cutter.is_floating)
+    flops, moved = (sum(c) for c in zip(*(verdicts.cost(n) for n in members), strict=True))
+    merged = verdicts.mode[members[0]] != "split"
+    layer = next(
+        (int(m.group(1)) for n in members for path in reversed(verdicts.modules(n))
+         if (m := re.search(r"(?:^|\.)(\d+)(?:\.|$)", path))), None)
+    return Op(
+        name=name,
+        kind="communication" if collective else "compute" if flops else "memory",
+        inputs=tuple(n.name for n in inputs),
+        outputs=tuple(n.name for n in results),
+        merged=merged,
+        is_wgrad=members[0] in cutter.wgrads,
+        layer=layer,
+        collective=collective,
+        group=group_of(members[0]) if collective else None,
+        flops=flops,
+        bytes=moved,
+        reason=next((verdicts.reason[n] for n in members if n in verdicts.reason), None),
+        graph=graph,
+    )

@@ -1,0 +1,49 @@
+"""Tells the gradients of parameters (wgrad) from the gradients that flow on (dgrad).
+
+Critical is what an input's gradient or a collective needs. What is left only feeds parameter
+gradients; of that, matrix products (and what exists for them alone) become wgrad ops. Cheap
+reductions, such as a norm's weight gradient, stay fused with the op that computes their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+_HEAVY = frozenset({"mm", "bmm", "addmm", "baddbmm", "index_put", "embedding_dense_backward"})
+
+
+def wgrad_nodes(
+    graph: fx.Graph, flowing: Iterable[fx.Node], heavy_names: dict[fx.Node, str]
+) -> dict[fx.Node, fx.Node]:
+    """Every node of a wgrad, with the matrix product it belongs to.
+
+    Args:
+        graph: backward graph.
+        flowing: outputs that are gradients of inputs, and all collectives.
+        heavy_names: packet name of every call_function node.
+    """
+    critical: set[fx.Node] = set()
+    stack = list(flowing)
+    while stack:
+        node = stack.pop()
+        if node not in critical:
+            critical.add(node)
+            stack.extend(node.all_input_nodes)
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:  # downward: the products and what only follows from them
+        if node.op != "call_function" or node in critical:
+            continue
+        if heavy_names.get(node) in _HEAVY:
+            owner[node] = node
+        else:
+            above = [owner[a] for a in node.all_input_nodes if a in owner]
+            if above:
+                owner[node] = above[0]
+    for node in reversed(graph.nodes):  # upward: what exists for them alone
+        if node.op != "call_function" or node in critical or node in owner or not node.users:
+            continue
+        if all(user in owner for user in node.users):
+            owner[node] = owner[next(iter(node.users))]
+    return owner
