@@ -271,7 +271,7 @@ class Scheduler:
         names, parts = self._together(ops, micro_batches, kernel)
         if kernel is not None and kernel not in self._kernels:
             raise KernelError(
-                f"no kernel {kernel!r} for {' + '.join(names)}. {_nearest(kernel, self._kernels)}"
+                f"no kernel {kernel!r} for {' + '.join(names)}. {nearest(kernel, self._kernels)}"
             )
         runs = [(self._index[name], part) for name in names for part in parts]
         position = len(self.launches)
@@ -300,7 +300,7 @@ class Scheduler:
         kernel: str | None,
     ) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The op names and the micro-batches of one launch."""
-        names = tuple(dict.fromkeys(op.op for op in ops))
+        names = list(dict.fromkeys(op.op for op in ops))
         for op in ops:
             self._run(op)
         if micro_batches is not None and len(names) == 1:
@@ -332,7 +332,7 @@ class Scheduler:
                 f"{names[0]} was asked to run merged for micro-batches {asked}, which are not "
                 f"adjacent. Merge neighbours, or run it for each."
             )
-        return names, tuple(asked)
+        return tuple(names), tuple(asked)
 
     def _take(self, run: tuple[int, int], position: int) -> None:
         """Issue one run as part of the launch at `position`."""
@@ -392,7 +392,7 @@ class Scheduler:
         return view
 
 
-def _nearest(name: str, names: Collection[str]) -> str:
+def nearest(name: str, names: Collection[str]) -> str:
     """A sentence that names what there is, the nearest first."""
     if not names:
         return "None is registered."

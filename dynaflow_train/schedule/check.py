@@ -150,7 +150,7 @@ class _Checker:
                 if (source, part) not in self.issued:
                     self.refuse(
                         position,
-                        f"{op.name} is issued before its input {source}[{part}]{self.later(source)}",
+                        f"{op.name} runs before its input {source}[{part}]{self.later(source)}",
                     )
 
     def later(self, name: str) -> str:

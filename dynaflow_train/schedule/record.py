@@ -96,4 +96,3 @@ def _run(strategy: Strategy, s: Scheduler, region: Region) -> None:
             f"{', '.join(map(str, ready[:5]))}. Loop until s.get_ready_ops() is empty, or call "
             f"s.sequential(). {advice}\n{show(s.launches, len(s.launches), 'ended here')}"
         )
-

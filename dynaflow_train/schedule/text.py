@@ -1,12 +1,12 @@
 """Plan <-> text: one aligned line a launch, readable, diffable, and loading back to an equal plan.
 
-    strategy dual_batch
-    region   model
-    phase    forward
-    sizes    2 2
-       0  compute  0    layers.0.self_attn
-       1  comm     0    layers.0.self_attn.all_reduce                    after 0
-       2  compute  0,1  layers.0.mlp + layers.0.norm   kernel mlp_norm   after 1
+strategy dual_batch
+region   model
+phase    forward
+sizes    2 2
+   0  compute  0    layers.0.self_attn
+   1  comm     0    layers.0.self_attn.all_reduce                    after 0
+   2  compute  0,1  layers.0.mlp + layers.0.norm   kernel mlp_norm   after 1
 """
 
 from __future__ import annotations

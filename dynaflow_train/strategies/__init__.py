@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dynaflow_train.errors import RecipeError
 from dynaflow_train.strategies.comm_overlap import CommOverlap
 from dynaflow_train.strategies.dual_batch import DualBatch
 from dynaflow_train.strategies.nanoflow import NanoFlow
 from dynaflow_train.strategies.sequential import Sequential
+from dynaflow_train.strategy import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from dynaflow_train.strategy import Strategy
 
 BUILT_IN: tuple[type[Strategy], ...] = (Sequential, CommOverlap, DualBatch, NanoFlow)
@@ -38,14 +36,15 @@ def get(name: str, /, **parameters: object) -> Strategy:
     """
     known = {strategy.name: strategy for strategy in BUILT_IN}
     if name not in known:
-        raise RecipeError(f"no strategy {name!r}. {_nearest(name, known)}")
+        raise RecipeError(f"no strategy {name!r}. {nearest(name, known)}")
     strategy = known[name]
-    defaults = {each.name: each.default for each in dataclasses.fields(strategy)}  # pyright: ignore
+    defaults = {each.name: each.default for each in dataclasses.fields(strategy)}
     for key, value in parameters.items():
         if key not in defaults:
-            raise RecipeError(f"strategy {name!r} has no parameter {key!r}. "
-                              f"{_nearest(key, defaults)}")
-        given = tuple(value) if isinstance(value, list) else value
+            raise RecipeError(
+                f"strategy {name!r} has no parameter {key!r}. {nearest(key, defaults)}"
+            )
+        given = tuple(cast("list[object]", value)) if isinstance(value, list) else value
         if type(given) is not type(defaults[key]):
             raise RecipeError(
                 f"strategy {name!r} takes {key} as {type(defaults[key]).__name__} (default "
@@ -53,9 +52,3 @@ def get(name: str, /, **parameters: object) -> Strategy:
             )
         parameters[key] = given
     return strategy(**parameters)
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    listed = f"There are {', '.join(known)}." if known else "There are none."
-    return f"Did you mean {near[0]!r}? {listed}" if near else listed

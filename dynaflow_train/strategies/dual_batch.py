@@ -1,7 +1,7 @@
 """Micro-batches in turn: the collective of one runs beside the compute of the other.
 
 Across layers, in regions that cover several. In the backward the wgrads fill in where every dgrad
-waits for a collective; so none is kept longer than one block, and memory stays that of the plain run.
+waits for a collective: none is kept longer than one block, so memory stays that of the plain run.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ products of another.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dynaflow_train.annotate import Rule, SplitModule
 from dynaflow_train.strategies.dual_batch import DualBatch
-from dynaflow_train.strategy import ReadyOp, Scheduler
+
+if TYPE_CHECKING:
+    from dynaflow_train.strategy import ReadyOp, Scheduler
 
 
 @dataclass(frozen=True)

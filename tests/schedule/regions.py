@@ -57,8 +57,15 @@ def llama_backward(layers: int = 2, *, comm_bytes: int = 100_000_000, **fields) 
             r = b.add(f"{at}.all_reduce", d, collective="all_reduce", bytes=comm_bytes, **at_layer)
             for part in ("in", "out"):
                 outputs.append(
-                    b.add(f"{at}.{part}.wgrad", x, d, sharing="partial", is_wgrad=True,
-                          flops=flops * GFLOP // 2, **at_layer)
+                    b.add(
+                        f"{at}.{part}.wgrad",
+                        x,
+                        d,
+                        sharing="partial",
+                        is_wgrad=True,
+                        flops=flops * GFLOP // 2,
+                        **at_layer,
+                    )
                 )
             x = b.add(f"{at}_norm", x, r, kind="memory", bytes=100_000_000, **at_layer)
     return b.region(x, *outputs, **fields)
@@ -74,8 +81,16 @@ def dags(draw: st.DrawFn, max_ops: int = 9) -> Region:
         kind = draw(st.sampled_from(["compute", "memory", "communication"]))
         merged = draw(st.booleans()) and draw(st.booleans())
         fields = {"collective": "all_reduce", "group": draw(st.sampled_from(["tp", "dp"]))}
-        made.append(b.add(f"op{index}", *inputs, kind=kind, merged=merged, flops=GFLOP,
-                          **(fields if kind == "communication" else {})))
+        made.append(
+            b.add(
+                f"op{index}",
+                *inputs,
+                kind=kind,
+                merged=merged,
+                flops=GFLOP,
+                **(fields if kind == "communication" else {}),
+            )
+        )
     return b.region(made[-1])
 
 
@@ -98,9 +113,11 @@ def schedules(draw: st.DrawFn, region: Region, batch: int = 6):
                 same = [each for each in ready if each.op == op.op]
                 start = same.index(op)
                 stop = start + 1
-                while stop < len(same) and same[stop].micro_batch.index == (
-                    same[stop - 1].micro_batch.index + 1
-                ) and pick.random() < 0.4:
+                while (
+                    stop < len(same)
+                    and same[stop].micro_batch.index == (same[stop - 1].micro_batch.index + 1)
+                    and pick.random() < 0.4
+                ):
                     stop += 1
                 s.execute(same[start:stop], stream=pick.choice(["compute", "comm", "copy"]))
 

@@ -1,0 +1,95 @@
+"""Ranks compare plans through a store, never through a collective: a lone rank must not hang."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import timedelta
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from dynaflow_train.errors import PlanMismatchError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def agree(  # noqa: PLR0913 - two things to compare, and who compares them
+    plan_hash: str,
+    plan_text: str,
+    *,
+    store: Store,
+    rank: int,
+    world_size: int,
+    key: str,
+    timeout_s: float,
+) -> None:
+    """Return once every rank has published the same `plan_hash` under `key`.
+
+    Args:
+        plan_hash: what must be equal.
+        plan_text: shown where it differs.
+        store: of a process group with `world_size` ranks, of which this is `rank`.
+        rank: this process.
+        world_size: how many publish.
+        key: the same on all ranks, used for one comparison only.
+        timeout_s: how long to wait for the others, all together.
+
+    Raises:
+        PlanMismatchError: names the ranks that differ and the first line in which they do, or the
+            ranks that did not answer in time.
+    """
+    prefix = f"dynaflow/{key}"
+    store.set(f"{prefix}/{rank}/text", plan_text)
+    store.set(f"{prefix}/{rank}/hash", plan_hash)
+    deadline = time.monotonic() + timeout_s
+    silent = [
+        other
+        for other in range(world_size)
+        if other != rank and not _arrived(store, f"{prefix}/{other}/hash", deadline)
+    ]
+    if silent:
+        raise PlanMismatchError(
+            f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
+            f"{world_size} did not answer. A rank may have died, may run another model or shape, "
+            f"or may still compile: look at its log, or raise the time limit."
+        )
+    hashes = [store.get(f"{prefix}/{other}/hash").decode() for other in range(world_size)]
+    if len(set(hashes)) > 1:
+        raise PlanMismatchError(_difference(hashes, store, prefix, key))
+
+
+def _arrived(store: Store, key: str, deadline: float) -> bool:
+    """Whether `key` is set before `deadline`."""
+    left = max(deadline - time.monotonic(), 0.001)  # zero would mean the store's own time limit
+    try:
+        store.wait([key], timedelta(seconds=left))
+    except RuntimeError:  # DistStoreError and the file store's own kind: time is up
+        return False
+    return True
+
+
+def _difference(hashes: list[str], store: Store, prefix: str, key: str) -> str:
+    """The message, the same on every rank: who differs from most, and where."""
+    counts = Counter(hashes)
+    usual = max(hashes, key=lambda each: counts[each])  # the first, where several are as frequent
+    differing = [rank for rank, each in enumerate(hashes) if each != usual]
+    other, one = hashes.index(usual), differing[0]
+    texts = [store.get(f"{prefix}/{rank}/text").decode().splitlines() for rank in (other, one)]
+    where = "their plans read the same, but the graphs below them differ (ops or edges)"
+    for number, (expected, found) in enumerate(zip_longest(*texts, fillvalue=""), 1):
+        if expected != found:
+            where = (
+                f"first difference in line {number} of the plan:\n"
+                f"  rank {other}: {expected.rstrip()}\n  rank {one}: {found.rstrip()}  <-- here"
+            )
+            break
+    return (
+        f"{_ranks(differing)} of {len(hashes)} made another plan for {key} than rank {other}; "
+        f"{where}\nA plan may depend only on what is equal on all ranks: recipe, batch size, "
+        f"sequence length, agreed times. 'sequential' is always valid."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
