@@ -86,6 +86,7 @@ class ReadyOp:
         return self.op if self.micro_batch is None else f"{self.op}[{self.micro_batch.index}]"
 
 
+@dataclass(frozen=True)
 class Strategy:
     """Turns ops into a plan. Subclass it as a frozen dataclass; its fields are its parameters.
 

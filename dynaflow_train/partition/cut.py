@@ -55,6 +55,7 @@ class _Cutter:
     phase: Phase
     rules: Sequence[Rule]
     verdicts: Verdicts
+    outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     operator_hits: set[Rule] = field(default_factory=set)
     labels: dict[fx.Node, Hashable] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class _Cutter:
         """Views of shared values and constants: copied into every op that reads them."""
         if node.op == "get_attr":
             return True
+        if node in self.outputs:
+            return False
         if self.verdicts.mode.get(node) != "shared" or self.verdicts.packet(node) == "getitem":
             return False
         if self.verdicts.is_view(node):
@@ -153,6 +156,7 @@ def cut(
     cutter = _Cutter(graph, phase, rules, verdicts)
     output = next(iter(reversed(graph.nodes)))
     outputs = list(output.args[0])
+    cutter.outputs.update(outputs)
     if phase == "backward" and split_wgrad:
         flowing = [
             o for o, is_parameter in zip(outputs, parameter_outputs, strict=True)

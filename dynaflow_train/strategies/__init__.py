@@ -44,11 +44,13 @@ def get(name: str, /, **parameters: object) -> Strategy:
             raise RecipeError(
                 f"strategy {name!r} has no parameter {key!r}. {nearest(key, defaults)}"
             )
-        given = tuple(cast("list[object]", value)) if isinstance(value, list) else value
+        given: object = value
+        if isinstance(value, list):
+            given = tuple(cast("list[object]", value))
         if type(given) is not type(defaults[key]):
             raise RecipeError(
                 f"strategy {name!r} takes {key} as {type(defaults[key]).__name__} (default "
-                f"{defaults[key]!r}), got {value!r} ({type(value).__name__})."
+                f"{defaults[key]!r}), got {given!r} ({type(given).__name__})."
             )
         parameters[key] = given
     return strategy(**parameters)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import GPT2Config, LlamaConfig
@@ -75,7 +76,7 @@ def captured_targets(rank: int, model: dict[str, Any], whole: bool, tp_size: int
     def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         del inputs
         graphs.append(graph)
-        return graph
+        return make_boxed_func(graph)
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(graph, inputs)
@@ -94,9 +95,13 @@ def captured_targets(rank: int, model: dict[str, Any], whole: bool, tp_size: int
 @pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
 @pytest.mark.parametrize(("model", "norms"), [("llama", 0), ("qwen3", 2)])
 def test_graphs_differ_from_the_unsharded_ones_by_their_collectives_only(model, norms, whole):
-    """One forward and one backward graph, no copy and no DTensor operator added."""
+    """One forward and one backward graph, no copy and no DTensor operator added.
+
+    Compared with a model of one rank's size.
+    """
     layers = LAYERS if whole else 1
-    plain = captured_targets(0, MODELS[model], whole, 1)
+    local = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+    (plain,) = run_ranks(captured_targets, 1, {**MODELS[model], **local}, whole, 1)
     wanted = [
         copies
         + collections.Counter(
@@ -173,7 +178,7 @@ def test_styles_enter_the_registry_and_leave_it():
 
 @pytest.mark.parametrize("version", ["5.16.2", "4.57.0", "6.0.0"])
 def test_unknown_transformers_is_refused(monkeypatch, version):
-    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr(tp.transformers, "__version__", version)
     with pytest.raises(UnsupportedError, match=f"5.17 up to 5.x, found {version}"):
         tp.apply()
 

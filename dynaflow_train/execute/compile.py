@@ -1,0 +1,101 @@
+"""Compiles ops: Inductor, or eager for debugging. Equal ops are compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import BoxedBool
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dynaflow_train.execute.meta import Meta
+from dynaflow_train.execute.specialise import Sizes, Static, canonical, specialise
+from dynaflow_train.ir import Op
+
+Executor = Literal["inductor", "eager"]
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CompiledOp:
+    """One op for one number of samples.
+
+    Attributes:
+        call: takes the op's tensors, then the slices of `stores`; returns the outputs that have no
+            slice.
+        outputs: metas of all outputs, stored ones included.
+        fresh: for each output whether it has storage of its own: no input's, no other output's.
+    """
+
+    call: Function
+    outputs: tuple[Meta, ...]
+    fresh: tuple[bool, ...]
+
+
+@dataclass
+class OpCompiler:
+    """Compiles and remembers.
+
+    Attributes:
+        executor: "inductor" or "eager".
+        compiled, reused: counts, for the report.
+    """
+
+    executor: Executor
+    compiled: int = 0
+    reused: int = 0
+    _known: dict[Any, CompiledOp] = field(default_factory=dict)
+    _texts: dict[int, tuple[Op, str]] = field(default_factory=dict)
+
+    def compile(
+        self, op: Op, metas: list[Meta], sizes: Sizes, stores: Mapping[int, Meta]
+    ) -> CompiledOp:
+        """The op on inputs of these metas; see `specialise` for the arguments."""
+        if id(op) not in self._texts:
+            self._texts[id(op)] = (op, canonical(op.graph))
+        key = (
+            self._texts[id(op)][1], tuple(metas), tuple(sorted(stores.items())),
+            tuple(sizes.part.values()), tuple(sizes.full.values()),
+        )
+        if key in self._known:
+            self.reused += 1
+            return self._known[key]
+        static = specialise(op.graph, metas, sizes, stores)
+        call = self._inductor(static) if self.executor == "inductor" else _eager(static)
+        self.compiled += 1
+        self._known[key] = CompiledOp(
+            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static)
+        )
+        return self._known[key]
+
+    def _inductor(self, static: Static) -> Function:
+        nodes = [n for n in static.graph.graph.nodes if n.op == "call_function"]
+        if not nodes:
+            return _eager(static)
+        output = next(iter(reversed(static.graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        context = TracingContext(static.fake_mode)
+        with unset_fake_temporarily(), tracing(context), V.set_fake_mode(static.fake_mode):
+            compiled = compile_fx_inner(
+                static.graph, static.inputs, cudagraphs=BoxedBool(False), is_inference=False
+            )
+        return getattr(compiled, "current_callable", None) or compiled
+
+
+def _eager(static: Static) -> Function:
+    forward = static.graph.forward
+    return lambda args: forward(*args)
+
+
+def _fresh(static: Static) -> tuple[bool, ...]:
+    def storage(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    taken = [storage(t) for t in static.inputs]
+    made = [storage(t) for t in static.outputs]
+    return tuple(s not in taken and made.count(s) == 1 for s in made)

@@ -1,0 +1,151 @@
+"""Turns an op's graph with symbolic sizes into one with numbers, for one number of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from dynaflow_train.execute.meta import Meta
+
+Symbols = Mapping[sympy.Symbol, int]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Values of the symbols: sizes shrink with the micro-batch (`part`), all else is `full`."""
+
+    part: Symbols
+    full: Symbols
+    is_size: Callable[[fx.Node], bool]
+
+    def number(self, value: Any, *, size: bool) -> Any:
+        """A SymInt or SymFloat as a number; anything else as it is."""
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            kind = int if isinstance(value, torch.SymInt) else float
+            return kind(value.node.expr.xreplace(dict(self.part if size else self.full)))
+        return value
+
+
+@dataclass(frozen=True)
+class Static:
+    """A graph with numbers only, and the fake tensors that went in and come out."""
+
+    graph: fx.GraphModule
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    fake_mode: FakeTensorMode
+
+
+def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[tuple, dict]:
+    shrinks = sizes.is_size(node)
+    fills = getattr(node.target, "__name__", "").startswith(("full.", "new_full."))
+
+    def number(value: Any, *, size: bool) -> Any:
+        if isinstance(value, fx.Node) and value not in env:
+            return sizes.number(value.meta["val"], size=size)
+        return env[value] if isinstance(value, fx.Node) else sizes.number(value, size=size)
+
+    args = tuple(
+        fx.map_aggregate(arg, lambda a, at=at: number(a, size=shrinks and not (fills and at == 1)))
+        for at, arg in enumerate(node.args)
+    )
+    kwargs = {k: fx.map_aggregate(v, lambda a: number(a, size=shrinks)) for k, v in node.kwargs.items()}
+    return args, kwargs
+
+
+def specialise(
+    graph: fx.GraphModule, metas: list[Meta], sizes: Sizes, stores: Mapping[int, Meta]
+) -> Static:
+    """Copy `graph` with every size a number.
+
+    Args:
+        graph: an op's graph; tensor placeholders first, then sizes.
+        metas: of the tensor placeholders.
+        sizes: the values of the symbols.
+        stores: output index -> meta of a slice that the graph gets as one more input and writes
+            that output into, in place of returning it.
+    """
+    new, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+    nodes: dict[fx.Node, Any] = {}
+    fakes: dict[fx.Node, Any] = {}
+    with unset_fake_temporarily():
+        given = iter(metas)
+        inputs: list[torch.Tensor] = []
+        for node in graph.graph.nodes:
+            if node.op == "placeholder" and not _is_number(node):
+                nodes[node] = new.placeholder(node.name)
+                fakes[node] = _fake(next(given), mode)
+                nodes[node].meta["val"] = fakes[node]
+                inputs.append(fakes[node])
+        slices = {}
+        for index, meta in stores.items():
+            slices[index] = new.placeholder(f"into_{index}")
+            slices[index].meta["val"] = _fake(meta, mode)
+            inputs.append(slices[index].meta["val"])
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                nodes[node] = new.node_copy(node)
+                fakes[node] = getattr(graph, str(node.target))
+            elif node.op == "call_function" and not _is_number(node):
+                _copy(node, new, sizes, nodes, fakes, mode)
+        output = next(iter(reversed(graph.graph.nodes)))
+        outputs = []
+        returned = []
+        for index, node in enumerate(output.args[0]):
+            if index in slices:
+                args = (slices[index], nodes[node])
+                copy = new.call_function(torch.ops.aten.copy_.default, args)
+                copy.meta["val"] = slices[index].meta["val"]
+                outputs.append(slices[index].meta["val"])
+            else:
+                returned.append(nodes[node])
+                outputs.append(fakes[node])
+        new.output(tuple(returned))
+    return Static(fx.GraphModule(graph, new), inputs, outputs, mode)
+
+
+def _copy(
+    node: fx.Node, new: fx.Graph, sizes: Sizes, nodes: dict, fakes: dict, mode: FakeTensorMode
+) -> None:
+    args, kwargs = _sized_args(node, sizes, nodes)
+    nodes[node] = new.create_node("call_function", node.target, args, kwargs, node.name)
+    fake_args, fake_kwargs = _sized_args(node, sizes, fakes)
+    with mode:
+        fakes[node] = node.target(*fake_args, **fake_kwargs)  # type: ignore[operator]
+    nodes[node].meta["val"] = fakes[node]
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | int | float)
+
+
+def _fake(meta: Meta, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return meta.empty()
+
+
+def canonical(graph: fx.GraphModule) -> str:
+    """A text that is equal for equal graphs, whatever their nodes are called."""
+    number: dict[fx.Node, str] = {}
+    lines = []
+    for index, node in enumerate(graph.graph.nodes):
+        value = node.meta.get("val")
+        symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
+        number[node] = f"<{value.node.expr}>" if symbolic else f"%{index}"
+        args = fx.map_arg((node.args, node.kwargs), lambda n: _Text(number[n]))
+        name = id(getattr(graph, str(node.target))) if node.op == "get_attr" else node.target
+        lines.append(number[node] if symbolic else f"{node.op} {name} {args}")
+    return "\n".join(lines)
+
+
+class _Text(str):
+    """Prints without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
