@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from dynaflow_train.ir import Launch, Region
+    from dynaflow_train.ir import Launch, Op, Plan, Region
 
 ALL = -1  # in place of a micro-batch index: the op runs once for all of them
 Clock = dict[str, int]
@@ -102,6 +102,31 @@ def place_waits(
         latest[stream] = position
         waits.append(tuple(reversed(chosen)))
     return tuple(waits)
+
+
+def input_launches(plan: Plan, region: Region) -> tuple[frozenset[int], ...]:
+    """For each launch the positions of the launches whose values it reads, itself left out.
+
+    Raises:
+        KeyError: an input was not issued before. `schedule.check` says so in words.
+    """
+    number = len(plan.sizes)
+    issued: dict[tuple[str, int], int] = {}
+    reads: list[frozenset[int]] = []
+    for position, launch in enumerate(plan.launches):
+        found: set[int] = set()
+        for name in launch.ops:
+            for source in region.predecessors[name]:
+                parts = parts_read(region.op[name], region.op[source], launch, number)
+                found.update(issued[source, part] for part in parts)
+            issued.update({(name, part): position for part in launch.micro_batches})
+        reads.append(frozenset(found - {position}))
+    return tuple(reads)
+
+
+def parts_read(op: Op, source: Op, launch: Launch, number: int) -> tuple[int, ...]:
+    """The micro-batches of `source` that `op` reads in `launch`."""
+    return tuple(range(number)) if op.merged or source.merged else launch.micro_batches
 
 
 def _join(clock: Clock, stream: str, position: int, at_its_start: Clock) -> None:

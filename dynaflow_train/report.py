@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dynaflow_train.clocks import input_launches
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dynaflow_train.ir import Interval, Plan, Region
 
@@ -112,55 +114,141 @@ def explain(
         intervals: one for each launch.
         copied: (name, bytes) of copies the unsplit run does not make.
     """
-    times = {each.launch: (each.start_ms, each.end_ms) for each in intervals}
-    found = tuple(
-        _collective(plan, region, times, position) for position in _communication(plan, region)
-    )
-    starts = [start for start, _ in times.values()]
-    ends = [end for _, end in times.values()]
-    wall_ms = max(ends, default=0.0) - min(starts, default=0.0)
+    exposed = exposed_spans(plan, region, intervals)
+    why = _Why(plan, region)
+    times = {each.launch: each.end_ms - each.start_ms for each in intervals}
+    found: list[Collective] = []
+    for position, spans in exposed.items():
+        ms, left = times[position], sum(end - start for start, end in spans)
+        launch = plan.launches[position]
+        reason = why.exposed(position) if left > _NEGLIGIBLE * ms else ""
+        name = " + ".join(launch.ops)
+        found.append(Collective(position, name, launch.micro_batches, ms, ms - left, reason))
+    end = max((each.end_ms for each in intervals), default=0.0)
+    wall_ms = end - min((each.start_ms for each in intervals), default=0.0)
     return Explanation(
-        plan.region, plan.phase, plan.strategy, plan.sizes, found, wall_ms, tuple(copied)
+        plan.region, plan.phase, plan.strategy, plan.sizes, tuple(found), wall_ms, tuple(copied)
     )
 
 
 def exposed_spans(
-    plan: Plan, region: Region, intervals: Sequence[Interval], launch: int
-) -> tuple[Span, ...]:
-    """The stretches of the collective at position `launch` beside which no other stream computed."""
-    times = {each.launch: (each.start_ms, each.end_ms) for each in intervals}
-    start, end = times[launch]
-    spans: list[Span] = []
-    for busy_start, busy_end in _busy(plan, region, times, plan.launches[launch].stream):
-        if busy_start > start:
-            spans.append((start, min(busy_start, end)))
-        start = max(start, busy_end)
-        if start >= end:
-            break
-    if start < end:
-        spans.append((start, end))
-    return tuple(span for span in spans if span[0] < span[1])
-
-
-def _communication(plan: Plan, region: Region) -> list[int]:
-    return [
+    plan: Plan, region: Region, intervals: Sequence[Interval]
+) -> dict[int, tuple[Span, ...]]:
+    """For each collective, by position, the stretches beside which no other stream computed."""
+    communication = {
         position
         for position, launch in enumerate(plan.launches)
         if any(region.op[name].is_communication for name in launch.ops)
-    ]
+    }
+    busy = {
+        stream: _union(
+            (each.start_ms, each.end_ms)
+            for each in intervals
+            if each.launch not in communication and plan.launches[each.launch].stream != stream
+        )
+        for stream in plan.streams
+    }
+    return {
+        each.launch: _gaps((each.start_ms, each.end_ms), busy[plan.launches[each.launch].stream])
+        for each in sorted(intervals, key=lambda each: each.launch)
+        if each.launch in communication
+    }
 
 
-def _busy(plan: Plan, region: Region, times: dict[int, Span], beside: str) -> list[Span]:
-    """When any stream but `beside` computes, as disjoint spans in order."""
-    communication = set(_communication(plan, region))
+class _Why:
+    """Finds what kept a collective exposed: sets of launches as bits of an integer."""
+
+    def __init__(self, plan: Plan, region: Region) -> None:
+        self.plan = plan
+        self.computes = [
+            not any(region.op[name].is_communication for name in launch.ops)
+            for launch in plan.launches
+        ]
+        self.reads = input_launches(plan, region)
+        self.before: list[int] = []  # all launches each one needs, itself included
+        for position, sources in enumerate(self.reads):
+            needed = 1 << position
+            for source in sources:
+                needed |= self.before[source]
+            self.before.append(needed)
+
+    def exposed(self, position: int) -> str:
+        """One sentence on the collective at `position`."""
+        launches, own = self.plan.launches, self.plan.launches[position]
+        if self.plan.reason is not None:
+            return f"sequential: {self.plan.reason}"
+        elsewhere = [
+            other
+            for other, launch in enumerate(launches)
+            if launch.stream != own.stream and self.computes[other]
+        ]
+        if not elsewhere:
+            return f"sequential: all compute is on its stream, {own.stream!r}"
+        later = [other for other in elsewhere if other > position]
+        readers = [other for other in later if self.needs(other, position)]
+        beside = [other for other in later if not readers or other < readers[0]]
+        which = "first op of the region; " if not self.reads[position] else ""
+        if all(self.computes[position + 1 :]):
+            which += "last collective; "
+        if beside:
+            return f"{which}the compute beside it is shorter"
+        if not readers:
+            return f"{which}no compute follows"
+        if not any(self.independent(other, position) for other in elsewhere):
+            only = "only one micro-batch" if len(self.plan.sizes) == 1 else "a merged op"
+            return f"{which}{only}: no compute is independent of it"
+        reader = launches[readers[0]]
+        parts = ",".join(map(str, reader.micro_batches))
+        return (
+            f"{which}nothing independent was ready: next is {' + '.join(reader.ops)}[{parts}], "
+            f"which needs it"
+        )
+
+    def needs(self, later: int, earlier: int) -> bool:
+        """Whether `later` reads what `earlier` made, directly or not."""
+        return bool(self.before[later] >> earlier & 1)
+
+    def independent(self, one: int, other: int) -> bool:
+        """Whether neither needs the other."""
+        return not self.needs(max(one, other), min(one, other))
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as disjoint spans in order."""
     merged: list[Span] = []
-    for start, end in sorted(
-        times[position]
-        for position, launch in enumerate(plan.launches)
-        if launch.stream != beside and position not in communication and position in times
-    ):
+    for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
     return merged
+
+
+def _gaps(span: Span, busy: Sequence[Span]) -> tuple[Span, ...]:
+    """The parts of `span` outside `busy`, which is disjoint and in order."""
+    start, end = span
+    gaps: list[Span] = []
+    for busy_start, busy_end in busy:
+        if busy_end <= start:
+            continue
+        if busy_start >= end:
+            break
+        if busy_start > start:
+            gaps.append((start, busy_start))
+        start = busy_end
+    if start < end:
+        gaps.append((start, end))
+    return tuple(gaps)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Aligned columns: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numeric = range(2, 5)
+    return [
+        "  ".join(
+            cell.rjust(width) if column in numeric else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

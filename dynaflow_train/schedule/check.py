@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NoReturn
 
-from dynaflow_train.clocks import Clocks
+from dynaflow_train.clocks import Clocks, input_launches, parts_read
 from dynaflow_train.errors import ScheduleError
 from dynaflow_train.schedule.text import show
 
@@ -55,26 +55,6 @@ def check_collectives(plans: Mapping[int, Plan], region: Region) -> None:
                         f"{_advice(plans[rank])}\n"
                         f"{show(launches, ours[0] if ours else len(launches), f'rank {rank}')}"
                     )
-
-
-def input_launches(plan: Plan, region: Region) -> tuple[frozenset[int], ...]:
-    """For each launch the positions of the launches whose values it reads, itself left out.
-
-    Raises:
-        KeyError: an input was not issued before. `check` says so in words.
-    """
-    number = len(plan.sizes)
-    issued: dict[tuple[str, int], int] = {}
-    reads: list[frozenset[int]] = []
-    for position, launch in enumerate(plan.launches):
-        found: set[int] = set()
-        for name in launch.ops:
-            for source in region.predecessors[name]:
-                parts = _parts(region.op[name], region.op[source], launch, number)
-                found.update(issued[source, part] for part in parts)
-            issued.update({(name, part): position for part in launch.micro_batches})
-        reads.append(frozenset(found - {position}))
-    return tuple(reads)
 
 
 class _Checker:
@@ -146,7 +126,7 @@ class _Checker:
                 before = self.issued[op.name, part]
                 self.refuse(position, f"{op.name}[{part}] was issued before, at {before}")
         for source in self.region.predecessors[op.name]:
-            for part in _parts(op, self.region.op[source], launch, self.number):
+            for part in parts_read(op, self.region.op[source], launch, self.number):
                 if (source, part) not in self.issued:
                     self.refuse(
                         position,
@@ -183,11 +163,6 @@ class _Checker:
             f"{rank}{self.plan.region} {self.plan.phase}, position {position}: {what}. "
             f"{_advice(self.plan)}\n{show(self.plan.launches, position)}"
         )
-
-
-def _parts(op: Op, source: Op, launch: Launch, number: int) -> tuple[int, ...]:
-    """The micro-batches of `source` that `op` reads in `launch`."""
-    return tuple(range(number)) if op.merged or source.merged else launch.micro_batches
 
 
 def _collectives(plan: Plan, region: Region) -> dict[str, list[tuple[int, str]]]:

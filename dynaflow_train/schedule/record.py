@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dynaflow_train.clocks import place_waits
+from dynaflow_train.clocks import input_launches, place_waits
 from dynaflow_train.errors import KernelError, ScheduleError, SplitError
 from dynaflow_train.ir import Plan
-from dynaflow_train.schedule.check import check, input_launches
+from dynaflow_train.schedule.check import check
 from dynaflow_train.schedule.text import show
 from dynaflow_train.strategy import Scheduler
 

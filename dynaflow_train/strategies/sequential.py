@@ -16,4 +16,4 @@ class Sequential(Strategy):
 
     def schedule(self, s: Scheduler) -> None:
         """Everything in region order."""
-        s.sequential("strategy 'sequential' overlaps nothing")
+        s.sequential()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import strategies as st
 
 from dynaflow_train.ir import Axis, Op, Region, Value
+from dynaflow_train.strategy import Strategy
 
 GFLOP = 10**9
 
@@ -55,18 +58,9 @@ def llama_backward(layers: int = 2, *, comm_bytes: int = 100_000_000, **fields) 
             at_layer = {"layer": layer}
             d = b.add(f"{at}.dgrad", x, flops=flops * GFLOP, **at_layer)
             r = b.add(f"{at}.all_reduce", d, collective="all_reduce", bytes=comm_bytes, **at_layer)
-            for part in ("in", "out"):
-                outputs.append(
-                    b.add(
-                        f"{at}.{part}.wgrad",
-                        x,
-                        d,
-                        sharing="partial",
-                        is_wgrad=True,
-                        flops=flops * GFLOP // 2,
-                        **at_layer,
-                    )
-                )
+            work = {"is_wgrad": True, "flops": flops * GFLOP // 2, **at_layer}
+            for part in (f"{at}.in.wgrad", f"{at}.out.wgrad"):
+                outputs += [b.add(part, x, d, sharing="partial", **work)]
             x = b.add(f"{at}_norm", x, r, kind="memory", bytes=100_000_000, **at_layer)
     return b.region(x, *outputs, **fields)
 
@@ -94,31 +88,23 @@ def dags(draw: st.DrawFn, max_ops: int = 9) -> Region:
     return b.region(made[-1])
 
 
-@st.composite
-def schedules(draw: st.DrawFn, region: Region, batch: int = 6):
-    """A strategy that issues any legal schedule, with merged runs and any streams."""
-    import random
+class AnySchedule(Strategy):
+    """Issues a random legal schedule: any order, merged runs, any of three streams."""
 
-    from dynaflow_train.strategy import Strategy
+    def __init__(self, seed: int, parts: int) -> None:
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "parts", parts)
 
-    seed = draw(st.integers(0, 2**32))
-    parts = draw(st.integers(1, 4))
-
-    class Any(Strategy):
-        def schedule(self, s):
-            pick = random.Random(seed)
-            s.split(parts)
-            while ready := s.get_ready_ops():
-                op = pick.choice(ready)
-                same = [each for each in ready if each.op == op.op]
-                start = same.index(op)
-                stop = start + 1
-                while (
-                    stop < len(same)
-                    and same[stop].micro_batch.index == (same[stop - 1].micro_batch.index + 1)
-                    and pick.random() < 0.4
-                ):
-                    stop += 1
-                s.execute(same[start:stop], stream=pick.choice(["compute", "comm", "copy"]))
-
-    return Any()
+    def schedule(self, s):
+        pick = random.Random(self.seed)
+        s.split(self.parts)
+        while ready := s.get_ready_ops():
+            op = pick.choice(ready)
+            together = [op]
+            for each in ready[ready.index(op) + 1 :]:
+                adjacent = each.op == op.op and (
+                    each.micro_batch.index == together[-1].micro_batch.index + 1
+                )
+                if adjacent and pick.random() < 0.4:
+                    together.append(each)
+            s.execute(together, stream=pick.choice(["compute", "comm", "copy"]))
