@@ -117,7 +117,7 @@ class Recipe:
     ) -> Self:
         for key in content:
             if key not in _NAMES:
-                raise RecipeError(f"{source}: unknown key {key!r}{near(str(key), _NAMES)}")
+                raise RecipeError(f"{source}: unknown key {key!r}. {nearest(str(key), _NAMES)}")
         if "strategy" not in content:
             raise RecipeError(f"{source}: no 'strategy' given; `dynaflow strategies` lists them")
         _check(content, source)
@@ -134,9 +134,9 @@ class Recipe:
         """
         for name in self.parameters:
             if name not in valid:
-                hint = near(name, [*valid, *_NAMES])
+                hint = nearest(name, [*valid, *_NAMES])
                 raise RecipeError(
-                    f"{source}: strategy {self.strategy!r} has no parameter {name!r}{hint}"
+                    f"{source}: strategy {self.strategy!r} has no parameter {name!r}. {hint}"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,11 +155,13 @@ class Recipe:
 _NAMES = tuple(f.name for f in dataclasses.fields(Recipe))
 
 
-def near(name: str, valid: Collection[str]) -> str:
-    """How a message about an unknown name goes on: the nearest valid name, then all of them."""
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{hint} Valid: {', '.join(valid) or 'none'}"
+def nearest(name: str, names: Collection[str]) -> str:
+    """A sentence for a message about an unknown name: the nearest that exists, then all."""
+    if not names:
+        return "There are none."
+    near = difflib.get_close_matches(name, names, 1)
+    listed = f"There are {', '.join(names)}."
+    return f"Did you mean {near[0]!r}? {listed}" if near else listed
 
 
 def _check(content: Mapping[str, Any], source: str) -> None:

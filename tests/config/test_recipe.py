@@ -87,14 +87,14 @@ def test_unknown_key_names_the_nearest_and_the_file(tmp_path):
     with pytest.raises(RecipeError) as caught:
         Recipe.load(path)
     assert str(caught.value).startswith(
-        f"recipe {path}: unknown key 'max_microbatches'; did you mean 'max_micro_batches'? Valid: "
-        "strategy, parameters, region, "
+        f"recipe {path}: unknown key 'max_microbatches'. Did you mean 'max_micro_batches'? "
+        "There are strategy, parameters, region, "
     )
 
 
 def test_unknown_key_with_nothing_near_lists_all(tmp_path):
     path = write(tmp_path, "strategy: dual_batch\nzzz: 3\n")
-    with pytest.raises(RecipeError, match=r"unknown key 'zzz'\. Valid: strategy, parameters"):
+    with pytest.raises(RecipeError, match=r"unknown key 'zzz'\. There are strategy, parameters"):
         Recipe.load(path)
 
 
@@ -102,10 +102,10 @@ def test_unknown_parameter_names_the_nearest_parameter_or_key():
     with pytest.raises(RecipeError) as caught:
         Recipe.from_options({"strategy": "dual_batch", "micro_batch": 2}, {"micro_batches"})
     assert str(caught.value).startswith(
-        "options: strategy 'dual_batch' has no parameter 'micro_batch'; "
-        "did you mean 'micro_batches'? Valid: micro_batches, strategy, "
+        "options: strategy 'dual_batch' has no parameter 'micro_batch'. "
+        "Did you mean 'micro_batches'? There are micro_batches, strategy, "
     )
-    with pytest.raises(RecipeError, match="'regoin'; did you mean 'region'"):
+    with pytest.raises(RecipeError, match="'regoin'. Did you mean 'region'"):
         Recipe.from_options({"strategy": "dual_batch", "regoin": "layer"}, {"micro_batches"})
 
 
