@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
@@ -270,6 +271,15 @@ def environment() -> Environment:
     )
 
 
-def export_recipe(path: str | Path) -> None:
-    """Sets the variable through which this process and its children find the recipe."""
+@contextmanager
+def exported_recipe(path: str | Path) -> Generator[None]:
+    """Within it, this process and its children find the recipe in the environment."""
+    before = os.environ.get(RECIPE_VARIABLE)
     os.environ[RECIPE_VARIABLE] = str(Path(path).resolve())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[RECIPE_VARIABLE]
+        else:
+            os.environ[RECIPE_VARIABLE] = before

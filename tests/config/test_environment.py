@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynaflow_train.config import MULTICAST_OFF, Environment, environment, export_recipe
+from dynaflow_train.config import MULTICAST_OFF, Environment, environment, exported_recipe
 from dynaflow_train.errors import RecipeError
 
 
@@ -54,8 +54,11 @@ def test_timeout_that_is_no_number(env, text):
         environment()
 
 
-def test_exported_recipe_is_absolute(env, tmp_path):
+@pytest.mark.parametrize("before", [None, "/other.yaml"])
+def test_exported_recipe_is_absolute_and_taken_back(env, tmp_path, before):
     env.chdir(tmp_path)
-    env.setenv("DYNAFLOW_RECIPE", "before")  # so that the fixture takes the export back
-    export_recipe("r.yaml")
-    assert environment().recipe == str(tmp_path / "r.yaml")
+    if before:
+        env.setenv("DYNAFLOW_RECIPE", before)
+    with exported_recipe("r.yaml"):
+        assert environment().recipe == str(tmp_path / "r.yaml")
+    assert environment().recipe == before

@@ -1,0 +1,300 @@
+"""Plan + region + metas -> Program: every slot, view, buffer, sum and drop decided beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from dynaflow_train.clocks import Clocks, input_launches
+from dynaflow_train.errors import SplitError
+from dynaflow_train.execute.collectives import bind
+from dynaflow_train.execute.layout import Span, lay_out, span_of
+from dynaflow_train.execute.memory import Argument, Memory, Result, Setting
+from dynaflow_train.execute.meta import Meta, row_major
+from dynaflow_train.execute.program import (
+    MAIN,
+    Alias,
+    Alloc,
+    Block,
+    Communicate,
+    Constant,
+    Program,
+    Restride,
+    Run,
+    Step,
+    Store,
+    Sum,
+)
+from dynaflow_train.execute.specialise import Sizes
+from dynaflow_train.ir import Launch, Op, Plan, Region
+
+
+class Builder(Memory):
+    """Builds one Program; `build` is the entry."""
+
+    def __init__(self, region: Region, plan: Plan, setting: Setting) -> None:
+        super().__init__(region, plan, setting)
+        self.extra_waits: dict[int, set[int]] = {}
+
+    def build(self, arguments: Sequence[Argument], results: Sequence[Result]) -> Program:
+        """Decide everything.
+
+        Raises:
+            SplitError: a value that each micro-batch has for itself is needed whole.
+        """
+        given: dict[str, list[Span]] = {}
+        for argument in arguments:
+            given.setdefault(argument.value, []).append(argument.span)
+        wanted = {r.value for r in results if r.value and r.piece is None}
+        self.layout = lay_out(
+            self.region, self.plan, {k: tuple(v) for k, v in given.items()}, wanted
+        )
+        places = self._arguments(arguments)
+        blocks = [self._block(i, launch) for i, launch in enumerate(self.plan.launches)]
+        epilogue: list[Step] = []
+        found = [self._result(result, epilogue) for result in results]
+        blocks = self._waits(blocks)
+        self._drops(blocks)
+        kept = {r for r in found if isinstance(r, int)}
+        return Program(
+            self.plan, self.region, self.setting.device, len(self.slots), places,
+            tuple(self.prologue), tuple(blocks), tuple(epilogue), tuple(found),
+            frozenset(s for s in kept if self.slots[s].home != MAIN),
+            {name: tuple(spans) for name, spans in self.layout.made.items()}, self.copies,
+        )
+
+    # launches
+
+    def _block(self, position: int, launch: Launch) -> Block:
+        block = Block(position, launch.stream, launch.waits)
+        span = span_of(launch.micro_batches)
+        op = self.region.op[launch.ops[0]]
+        if launch.kernel is not None:
+            self._kernel(block, launch, span)
+        elif op.is_communication and self._collective(block, op, span):
+            block.is_collective = True
+        else:
+            self._compute(block, op, self.everything if op.merged else span)
+        return block
+
+    def _sizes(self, span: Span) -> Sizes:
+        part = dict(self.setting.symbols)
+        if self.setting.batch is not None:
+            part[self.setting.batch] = self._count(span)
+        return Sizes(part, self.setting.symbols, self.setting.is_size)
+
+    def _compute(self, block: Block, op: Op, span: Span) -> None:
+        inputs = [self._read(v, span, block.launch, block.steps) for v in op.inputs]
+        metas, sizes = [self.slots[s].meta for s in inputs], self._sizes(span)
+        plain = self.setting.compiler.compile(op, metas, sizes, {})
+        stores: dict[int, int] = {}
+        for index, value in enumerate(op.outputs):
+            target = self._target(value, block)
+            if target is not None:
+                self._buffer(target, plain.outputs[index])
+                into = self._into(target, span, block.steps)
+                if len(self.slots[into].meta.shape) == len(plain.outputs[index].shape):
+                    stores[index] = into
+                else:  # rows of the micro-batch stand apart in the buffer
+                    self._late_store(block, op, index, value, into)
+        compiled = self.setting.compiler.compile(
+            op, metas, sizes, {i: self.slots[s].meta for i, s in stores.items()}
+        ) if stores else plain
+        outputs = self._outputs(block, op.outputs, span, compiled.outputs, compiled.fresh, stores,
+                                inputs)
+        returned = tuple(s for i, s in enumerate(outputs) if i not in stores)
+        run = Run(compiled.call, (*inputs, *(stores[i] for i in sorted(stores))), returned)
+        late = [s for s in block.steps if isinstance(s, Store)]
+        block.steps[:] = [s for s in block.steps if not isinstance(s, Store)]
+        block.steps.append(run)
+        for store in late:
+            block.steps.append(replace(store, source=outputs[store.source]))
+        self._add_up(block, op.outputs, outputs)
+
+    def _late_store(self, block: Block, op: Op, index: int, value: str, into: int) -> None:
+        block.steps.append(Store(into, index))
+        self.copies[value] = self.copies.get(value, 0) + self.slots[into].meta.nbytes
+
+    def _target(self, value: str, block: Block) -> str | None:
+        """The buffered value that `value` is a part of: itself, or what is reduced in its place."""
+        if value in self.layout.merged:
+            return value
+        reader = self._only_reader(value)
+        if reader is not None and reader.collective == "all_reduce":
+            return reader.outputs[0] if reader.outputs[0] in self.layout.merged else None
+        return None
+
+    def _only_reader(self, value: str) -> Op | None:
+        """The op that alone reads a value, which then may overwrite it."""
+        names = {
+            self.plan.launches[p].ops[0] for p in self.layout.readers.get(value, ())
+        }
+        kept = value in self.region.outputs or value in self.layout.summed
+        if len(names) != 1 or kept or value not in self.region.producer:
+            return None
+        return self.region.op[next(iter(names))]
+
+    def _outputs(
+        self, block: Block, values: Sequence[str], span: Span, metas: Sequence[Meta],
+        fresh: Sequence[bool], stores: Mapping[int, int], inputs: Sequence[int],
+    ) -> list[int]:
+        homes = {self.slots[s].home for s in inputs} | {block.lane}
+        found = []
+        for index, value in enumerate(values):
+            if index in stores:
+                slot = stores[index]
+            else:
+                slot = self._new(metas[index], block.lane, fresh=fresh[index])
+                # A view keeps another slot's memory: unless all are of one lane, keep it to the end.
+                self.slots[slot].kept = not fresh[index] and len(homes) > 1
+            self._put(value, span, slot)
+            found.append(slot)
+        return found
+
+    def _add_up(self, block: Block, values: Sequence[str], slots: Sequence[int]) -> None:
+        """Add a partial value to the sum of the micro-batches before."""
+        for value, slot in zip(values, slots, strict=True):
+            if value not in self.layout.summed:
+                continue
+            if value not in self.sums:
+                self.sums[value] = (slot, block.launch)
+                continue
+            left, before = self.sums[value]
+            in_place = self.slots[left].fresh and self.layout.read[value] == {self.everything}
+            out = left if in_place else self._new(self.slots[left].meta, block.lane)
+            block.steps.append(Sum(out, left, slot, in_place))
+            self.slots[left].readers.append(block.launch)
+            self.slots[slot].readers.append(block.launch)
+            if self.plan.launches[before].stream != block.lane:
+                self.extra_waits.setdefault(block.launch, set()).add(before)
+            self.sums[value] = (out, block.launch)
+
+    def _collective(self, block: Block, op: Op, span: Span) -> bool:
+        span = self.everything if op.merged else span
+        node = next(n for n in op.graph.graph.nodes if n.op == "call_function")
+        full = self._sizes(span)
+        arguments = [
+            full.number(a.meta["val"] if isinstance(a, fx.Node) else a, size=False)
+            for a in node.args
+        ]
+        function = bind(node, arguments)
+        if function is None or len(op.inputs) != 1 or len(op.outputs) != 1:
+            return False
+        source, value = self._read(op.inputs[0], span, block.launch, block.steps), op.outputs[0]
+        meta = self.slots[source].meta
+        if not meta.is_contiguous:
+            packed = replace(meta, stride=row_major(meta.shape))
+            block.steps.append(Restride(self._new(packed, block.lane), source, packed))
+            source, meta = block.steps[-1].out, packed
+            self.copies[op.inputs[0]] = self.copies.get(op.inputs[0], 0) + meta.nbytes
+        reads = op.collective == "all_reduce"
+        usable = source in self.sliced if value in self.layout.merged else self.slots[source].fresh
+        in_place = reads and usable and self._only_reader(op.inputs[0]) is op
+        out = self._collective_output(block, op, span, source, in_place=in_place)
+        if reads and not in_place:
+            block.steps.append(Store(out, source))
+            self.copies[value] = self.copies.get(value, 0) + meta.nbytes
+        block.steps.append(Communicate(function, source, out))
+        self.slots[out].readers.append(block.launch)
+        self._add_up(block, (value,), (out,))
+        return True
+
+    def _collective_output(
+        self, block: Block, op: Op, span: Span, source: int, *, in_place: bool
+    ) -> int:
+        value = op.outputs[0]
+        if in_place:
+            out = self._new(self.slots[source].meta, self.slots[source].home)
+            block.steps.append(Alias(out, source))
+        else:
+            metas = [self.slots[source].meta]
+            meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
+            if value in self.layout.merged:
+                self._buffer(value, meta)
+                out = self._into(value, span, block.steps)
+                if not self.slots[out].meta.is_contiguous:
+                    raise SplitError(
+                        f"{op.name} would have to write into a strided slice of its merged output."
+                    )
+            else:
+                out = self._new(meta, block.lane)
+                block.steps.append(Alloc(out, meta))
+        self._put(value, span, out)
+        return out
+
+    def _kernel(self, block: Block, launch: Launch, span: Span) -> None:
+        ops = [self.region.op[name] for name in launch.ops]
+        made = {v for op in ops for v in op.outputs}
+        wanted = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in made]
+        inputs = [self._read(v, span, block.launch, block.steps) for v in wanted]
+        outputs = [
+            v for op in ops for v in op.outputs
+            if v in self.layout.readers or v in self.region.outputs
+        ]
+        function, metas = self.setting.kernel(
+            launch.kernel, ops, wanted, outputs, [self.slots[s].meta for s in inputs],
+            self._sizes(span),
+        )
+        slots = self._outputs(
+            block, outputs, span, metas, [True] * len(outputs), {}, inputs
+        )
+        block.steps.append(Run(function, tuple(inputs), tuple(slots)))
+        for value, slot in zip(outputs, slots, strict=True):
+            if value in self.layout.merged:
+                self._buffer(value, self.slots[slot].meta)
+                into = self._into(value, span, block.steps)
+                block.steps.append(Store(into, slot))
+                self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+        self._add_up(block, outputs, slots)
+
+    # the end
+
+    def _result(self, result: Result, epilogue: list[Step]) -> int | Constant:
+        if result.value is None:
+            return Constant(result.constant)
+        span = self.everything
+        if result.piece is not None:
+            made = self.layout.made[result.value]
+            if result.piece >= len(made):
+                return Constant(result.constant)
+            span = made[result.piece]
+        slot = self._read(result.value, span, len(self.plan.launches), epilogue)
+        self.slots[slot].kept = True
+        return slot
+
+    def _waits(self, blocks: list[Block]) -> list[Block]:
+        """Add the waits of sums, and note which launches are awaited on another lane."""
+        for block in blocks:
+            more = self.extra_waits.get(block.launch, set()) - set(block.waits)
+            block.waits = (*block.waits, *sorted(more))
+        reads = input_launches(self.plan, self.region)
+        for block in blocks:
+            block.own_waits = tuple(
+                p for p in sorted(reads[block.launch])
+                if blocks[p].is_collective and blocks[p].lane == block.lane
+            )
+        awaited = {w for block in blocks for w in block.waits}
+        for block in blocks:
+            block.awaited = block.launch in awaited
+        return blocks
+
+    def _drops(self, blocks: list[Block]) -> None:
+        """Drop each slot as soon as the lane of its memory is past all its readers."""
+        clocks = Clocks(self.plan.launches)
+        for number, slot in enumerate(self.slots):
+            if slot.kept or not slot.readers or len(blocks) in slot.readers:
+                continue  # results; and what nobody reads goes when the call returns
+            last = max(slot.readers)
+            if all(self.plan.launches[r].stream == slot.home for r in slot.readers):
+                blocks[last].drops_after.append(number)
+                continue
+            at = max(
+                [last + 1] + [
+                    clocks.first_known(r, slot.home) for r in set(slot.readers)
+                    if self.plan.launches[r].stream != slot.home
+                ]
+            )
+            if at < len(blocks):
+                blocks[at].drops.append(number)

@@ -1,0 +1,125 @@
+"""Writes a program as straight-line Python: the fast path.
+
+Slots become local variables, views and calls become statements, lanes are entered only where the
+lane changes. The text is kept (`source`), so that a person can read what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dynaflow_train.execute.lanes import Lanes
+from dynaflow_train.execute.program import (
+    MAIN,
+    Alias,
+    Alloc,
+    Block,
+    Communicate,
+    Constant,
+    Part,
+    Program,
+    Restride,
+    Run,
+    Step,
+    Store,
+    Sum,
+)
+
+
+class _Writer:
+    def __init__(self, program: Program, lanes: Lanes) -> None:
+        self.program, self.lanes = program, lanes
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"L": lanes}
+        self.lane = MAIN
+
+    def bind(self, prefix: str, value: Any) -> str:
+        name = f"{prefix}{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def step(self, step: Step) -> None:
+        """One statement; a collective leaves its Work in `w`."""
+        match step:
+            case Run(function, inputs, outputs):
+                call = f"{self.bind('f', function)}([{', '.join(f's{i}' for i in inputs)}])"
+                names = "".join(f"s{o}, " for o in outputs)
+                self.lines.append(f"{names}= {call}" if names else call)
+            case Part(out=out, source=source) if step.outer == 1:
+                at, size = step.start * step.inner, step.length * step.inner
+                self.lines.append(f"s{out} = s{source}.narrow({step.dim}, {at}, {size})")
+            case Part(out=out, source=source):
+                self.lines.append(f"s{out} = {self.bind('p', step)}.apply(s{source})")
+            case Communicate(function, source, out):
+                name = self.bind("c", function)
+                self.lines.append(f"w = {name}(s{source}, s{out}, {self.lanes.asynchronous})")
+            case Sum(out, left, right, in_place):
+                right_side = f"s{left}.add_(s{right})" if in_place else f"s{left} + s{right}"
+                self.lines.append(f"s{out} = {right_side}")
+            case Alias(out, source):
+                self.lines.append(f"s{out} = s{source}")
+            case Alloc(out, meta):
+                self.lines.append(f"s{out} = {self.bind('m', meta)}.empty()")
+            case Store(into, source):
+                self.lines.append(f"s{into}.copy_(s{source}.reshape(s{into}.shape))")
+            case Restride(out, source, meta):
+                made = self.bind("m", meta)
+                self.lines.append(
+                    f"s{out} = s{source} if s{source}.stride() == {made}.stride else "
+                    f"{made}.empty().copy_(s{source})"
+                )
+
+    def block(self, block: Block) -> None:
+        self.drop(block.drops)
+        if block.lane != self.lane:
+            self.lines.append(f"L.enter({block.lane!r})")
+            self.lane = block.lane
+        own = block.own_waits if self.lanes.asynchronous else ()
+        for launch in (*own, *block.waits):
+            self.lines.append(f"L.wait({block.lane!r}, {launch})")
+        for step in block.steps:
+            self.step(step)
+        if block.awaited or block.is_collective:
+            work = "w" if block.is_collective else "None"
+            self.lines.append(
+                f"L.issued({block.lane!r}, {block.launch}, {work}, awaited={block.awaited})"
+            )
+        self.drop(block.drops_after)
+
+    def drop(self, slots: list[int]) -> None:
+        if slots:
+            self.lines.append("".join(f"s{s} = " for s in slots) + "None")
+
+
+def emit(program: Program, lanes: Lanes) -> tuple[Callable[[list[Any]], list[Any]], str]:
+    """The program as `run(arguments) -> results`, and its source text.
+
+    The function does what `interpret` does, in the same order.
+    """
+    writer = _Writer(program, lanes)
+    for index, slot in program.arguments.items():
+        writer.lines.append(f"s{slot} = a[{index}]")
+    writer.lines += ["a.clear()", "L.start()"]
+    start = len(writer.lines)
+    for step in program.prologue:
+        writer.step(step)
+    for block in program.blocks:
+        writer.block(block)
+    body = writer.lines[start:]
+    writer.lines = writer.lines[:start]
+    writer.lines += ["try:", *(f"    {line}" for line in body or ["pass"])]
+    writer.lines += ["except BaseException:", "    L.abandon()", "    raise"]
+    if writer.lane != MAIN:
+        writer.lines.append(f"L.enter({MAIN!r})")
+    writer.lines.append(f"L.finish([{', '.join(f's{s}' for s in sorted(program.foreign))}])")
+    for step in program.epilogue:
+        writer.step(step)
+    results = ", ".join(
+        writer.bind("k", r.value) if isinstance(r, Constant) else f"s{r}" for r in program.results
+    )
+    writer.lines.append(f"return [{results}]")
+    source = "def run(a):\n" + "\n".join(f"    {line}" for line in writer.lines) + "\n"
+    scope = dict(writer.names)
+    exec(compile(source, f"<dynaflow {program.region.name} {program.plan.phase}>", "exec"), scope)  # noqa: S102
+    return scope["run"], source

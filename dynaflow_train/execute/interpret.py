@@ -1,0 +1,115 @@
+"""Runs a program block by block: the reference for the fast path, with room for hooks.
+
+`before(block)` runs on the block's lane before its steps (tests delay streams there); `after(block,
+work)` when it is issued (measurement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dynaflow_train.execute.lanes import Lanes
+from dynaflow_train.execute.program import (
+    MAIN,
+    Alias,
+    Alloc,
+    Block,
+    Communicate,
+    Constant,
+    Part,
+    Program,
+    Restride,
+    Run,
+    Step,
+    Store,
+    Sum,
+)
+
+Env = list[Any]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def interpret(
+    program: Program,
+    lanes: Lanes,
+    arguments: list[Any],
+    before: Callable[[Block], None] = _nothing,
+    after: Callable[[Block, Any], None] = _nothing,
+) -> list[Any]:
+    """Run `program` on the arguments of one call; the list is emptied.
+
+    Raises:
+        Whatever an op raises; streams are joined first, nothing is kept.
+    """
+    env: Env = [None] * program.num_slots
+    for index, slot in program.arguments.items():
+        env[slot] = arguments[index]
+    arguments.clear()
+    lanes.start()
+    try:
+        for step in program.prologue:
+            perform(step, env, lanes)
+        for block in program.blocks:
+            _run(block, env, lanes, before, after)
+    except BaseException:
+        lanes.abandon()
+        raise
+    lanes.enter(MAIN)
+    lanes.finish([env[slot] for slot in program.foreign])
+    for step in program.epilogue:
+        perform(step, env, lanes)
+    return [r.value if isinstance(r, Constant) else env[r] for r in program.results]
+
+
+def _run(
+    block: Block, env: Env, lanes: Lanes, before: Callable[[Block], None],
+    after: Callable[[Block, Any], None],
+) -> None:
+    for slot in block.drops:
+        env[slot] = None
+    lanes.enter(block.lane)
+    for launch in (*block.own_waits, *block.waits):
+        if launch in block.waits or lanes.asynchronous:
+            lanes.wait(block.lane, launch)
+    before(block)
+    work = None
+    for step in block.steps:
+        work = perform(step, env, lanes) or work
+    lanes.issued(block.lane, block.launch, work, awaited=block.awaited)
+    after(block, work)
+    for slot in block.drops_after:
+        env[slot] = None
+
+
+def perform(step: Step, env: Env, lanes: Lanes) -> Any:
+    """One step; gives the Work of a collective."""
+    match step:
+        case Run(function, inputs, outputs):
+            results = function([env[slot] for slot in inputs])
+            for slot, result in zip(outputs, results, strict=True):
+                env[slot] = result
+        case Part(out=out, source=source):
+            env[out] = step.apply(env[source])
+        case Communicate(function, source, out):
+            return function(env[source], env[out], lanes.asynchronous)
+        case Sum(out, left, right, in_place):
+            env[out] = env[left].add_(env[right]) if in_place else env[left] + env[right]
+        case Alias(out, source):
+            env[out] = env[source]
+        case Alloc(out, meta):
+            env[out] = meta.empty()
+        case Store(into, source):
+            target = env[into]
+            target.copy_(env[source].reshape(target.shape))
+        case Restride(out, source, meta):
+            tensor = env[source]
+            if tensor.stride() != meta.stride:
+                tensor = meta.empty().copy_(tensor)
+            env[out] = tensor
+    return None

@@ -1,0 +1,216 @@
+"""Slots, parts and buffers: where each value of a program stands, and how a piece of it is had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from dynaflow_train.errors import SplitError
+from dynaflow_train.execute.compile import Function, OpCompiler
+from dynaflow_train.execute.layout import Layout, Span
+from dynaflow_train.execute.meta import Meta, row_major
+from dynaflow_train.execute.program import MAIN, Alloc, Part, Restride, Step, Store, Sum
+from dynaflow_train.execute.specialise import Sizes, Symbols
+from dynaflow_train.ir import Axis, Plan, Region
+
+Key = tuple[str, Span]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor argument of a call: which value, which micro-batches, what it looks like.
+
+    `checked` arguments may come with other strides (a saved-tensor hook made them anew): they are
+    brought to those of `meta`, which costs a copy only then.
+    """
+
+    index: int
+    value: str
+    span: Span
+    meta: Meta
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """One wanted result: a value, the `piece`-th span in which it is made, or a constant.
+
+    A piece that the plan does not make is the constant.
+    """
+
+    value: str | None = None
+    piece: int | None = None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the builder is given besides plan and region.
+
+    Attributes:
+        symbols: the sizes of this context; batch: the symbol of the batch, or None.
+        is_size: see `Sizes`.
+        compiler: compiles ops.
+        kernel: (name, op, metas, sizes) -> (function, output metas), for launches with a kernel.
+        device: where it runs.
+    """
+
+    symbols: Symbols
+    batch: Any
+    is_size: Callable[[fx.Node], bool]
+    compiler: OpCompiler
+    kernel: Callable[..., tuple[Function, tuple[Meta, ...]]]
+    device: torch.device
+
+
+@dataclass
+class SlotInfo:
+    """What the builder knows of a slot: meta, the lane its memory belongs to, its readers."""
+
+    meta: Meta
+    home: str
+    readers: list[int] = field(default_factory=list)
+    kept: bool = False
+    fresh: bool = True
+
+
+class Memory:
+    """The slots of one program while it is built."""
+
+    def __init__(self, region: Region, plan: Plan, setting: Setting) -> None:
+        self.region, self.plan, self.setting = region, plan, setting
+        self.offsets = [sum(plan.sizes[:k]) for k in range(len(plan.sizes) + 1)]
+        self.everything: Span = (0, len(plan.sizes))
+        self.slots: list[SlotInfo] = []
+        self.at: dict[Key, int] = {}
+        self.pieces: dict[str, list[Span]] = {}
+        self.buffers: dict[str, int] = {}
+        self.sums: dict[str, tuple[int, int]] = {}  # value -> slot, launch of the last addition
+        self.copies: dict[str, int] = {}
+        self.sliced: set[int] = set()
+        self.prologue: list[Step] = []
+        self.layout = Layout()
+
+    # slots and parts
+
+    def _new(self, meta: Meta, home: str, *, fresh: bool = True) -> int:
+        self.slots.append(SlotInfo(meta, home, fresh=fresh))
+        return len(self.slots) - 1
+
+    def _count(self, span: Span) -> int:
+        return self.offsets[span[1]] - self.offsets[span[0]]
+
+    def _axis(self, value: str) -> tuple[int, int, int]:
+        axis = self.region.values[value].axis
+        if not isinstance(axis, Axis):
+            raise SplitError(
+                f"{value} is only known for the whole batch, but a micro-batch of it is asked for."
+            )
+        return axis.at(self.setting.symbols)
+
+    def _part(self, value: str, source: int, held: Span, span: Span, *, view: bool) -> Part:
+        dim, outer, inner = self._axis(value)
+        start = self.offsets[span[0]] - self.offsets[held[0]]
+        part = Part(-1, source, dim, outer, inner, self._count(held), start, self._count(span), view)
+        meta = self.slots[source].meta
+        # A meta tensor tells shape and strides of the view without memory.
+        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        found = part.apply(like)
+        home = self.slots[source].home
+        slot = self._new(
+            Meta(tuple(found.shape), tuple(found.stride()), meta.dtype, meta.device), home,
+            fresh=False,
+        )
+        if outer != 1 and not view:
+            self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+        return replace(part, out=slot)
+
+    def _read(self, value: str, span: Span, launch: int, steps: list[Step]) -> int:
+        """The slot of a value's span, cut out of a larger piece where need be."""
+        if self.region.values[value].sharing == "shared":
+            span = self.everything
+        if value in self.layout.summed and span == self.everything:
+            slot = self.sums[value][0]
+        elif (value, span) in self.at:
+            slot = self.at[value, span]
+        else:
+            held = self._holder(value, span)
+            slot = source = self.at[value, held]
+            if held != span:
+                self.slots[source].readers.append(launch)
+                part = self._part(value, source, held, span, view=False)
+                steps.append(part)
+                slot = self.at[value, span] = part.out
+        self.slots[slot].readers.append(launch)
+        return slot
+
+    def _put(self, value: str, span: Span, slot: int) -> None:
+        self.at[value, span] = slot
+        self.pieces.setdefault(value, []).append(span)
+
+    def _holder(self, value: str, span: Span) -> Span:
+        if value in self.buffers:
+            self.at[value, self.everything] = self.buffers[value]
+            return self.everything
+        for held in self.pieces.get(value, ()):
+            if held[0] <= span[0] and span[1] <= held[1]:
+                return held
+        kind = self.region.values[value].sharing
+        raise SplitError(
+            f"{value} ({kind}) is made for single micro-batches and needed for all of them at once; "
+            f"it has no batch dimension to join along."
+        )
+
+    def _arguments(self, arguments: Sequence[Argument]) -> dict[int, int]:
+        places: dict[int, int] = {}
+        for argument in arguments:
+            slot = self._new(argument.meta, MAIN, fresh=False)
+            places[argument.index] = slot
+            if argument.checked:
+                self.prologue.append(Restride(slot, slot, argument.meta))
+            self._put(argument.value, argument.span, slot)
+        self._sum_arguments()
+        for value in self.layout.merged:
+            pieces = [(s, self.at[value, s]) for s in self.layout.made[value] if (value, s) in self.at]
+            for span, slot in pieces:  # parts that came in (saved apart) and are read together
+                self._buffer(value, self.slots[slot].meta)
+                into = self._into(value, span, self.prologue)
+                self.prologue.append(Store(into, slot))
+                self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+        return places
+
+    def _sum_arguments(self) -> None:
+        """Addends that came in one by one and are read whole."""
+        for value in self.layout.summed:
+            spans = [s for s in self.layout.made[value] if (value, s) in self.at]
+            for left, right in zip(spans, spans[1:], strict=False):
+                before = self.sums.get(value, (self.at[value, left], -1))[0]
+                out = self._new(self.slots[before].meta, MAIN)
+                self.prologue.append(Sum(out, before, self.at[value, right], in_place=False))
+                self.sums[value] = (out, -1)
+
+    # buffers
+
+    def _buffer(self, value: str, part: Meta) -> int:
+        """The buffer of all micro-batches, laid out as one of them is."""
+        if value not in self.buffers:
+            dim, outer, inner = self._axis(value)
+            shape = list(part.shape)
+            shape[dim] = outer * inner * self._count(self.everything)
+            order = sorted(range(len(shape)), key=lambda d: (-part.stride[d], d))
+            packed = row_major(tuple(shape[d] for d in order))
+            stride = tuple(packed[order.index(d)] for d in range(len(shape)))
+            meta = Meta(tuple(shape), stride, part.dtype, part.device)
+            self.buffers[value] = self._new(meta, MAIN)
+            self.prologue.append(Alloc(self.buffers[value], meta))
+        return self.buffers[value]
+
+    def _into(self, value: str, span: Span, steps: list[Step]) -> int:
+        part = self._part(value, self.buffers[value], self.everything, span, view=True)
+        steps.append(part)
+        self.sliced.add(part.out)
+        return part.out

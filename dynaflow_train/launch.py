@@ -1,0 +1,119 @@
+"""Runs a training script with a recipe applied: the script itself need not know dynaflow_train.
+
+    accelerate launch --config_file acc.yaml -m dynaflow_train.launch --recipe r.yaml train.py ...
+    torchrun --nproc-per-node 2 -m dynaflow_train.launch --recipe r.yaml train.py ...
+
+Each rank checks the recipe, exports its path in DYNAFLOW_RECIPE, lets the host's integration apply
+it, and runs the script as __main__; afterwards everything is as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import strategies
+from .config import Recipe, environment, exported_recipe
+from .errors import DynaFlowError, RecipeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; returns 2 with a message on standard error when the recipe is wrong.
+
+    Args:
+        arguments: instead of the command line.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m dynaflow_train.launch", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--recipe", type=Path, required=True, help="path of a recipe file")
+    parser.add_argument("-m", dest="module", action="store_true", help="script is a module's name")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="the script's own arguments")
+    given = parser.parse_args(arguments)
+    try:
+        recipe = read(given.recipe)
+        undo = apply(recipe)
+    except DynaFlowError as error:
+        rank = environment().rank
+        print(f"[rank {rank or 0}] dynaflow launch: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    try:
+        with exported_recipe(given.recipe):
+            run(given.script, given.rest, module=given.module)
+    finally:
+        undo()
+    return 0
+
+
+def read(path: Path) -> Recipe:
+    """The recipe at `path`, its strategy and parameters checked too.
+
+    Raises:
+        RecipeError: anything in it is wrong.
+    """
+    recipe = Recipe.load(path)
+    strategies.get(recipe.strategy, **recipe.parameters)
+    return recipe
+
+
+def apply(recipe: Recipe) -> Callable[[], None]:
+    """Lets the recipe's host apply it to the models it builds; the result takes that back.
+
+    Raises:
+        RecipeError: the recipe names no host.
+        UnsupportedError: the host is not installed, or of a version that is refused.
+    """
+    if recipe.host is None:
+        raise RecipeError(
+            "the launcher needs a recipe with a host ('host: hf'): it has to know whose models to "
+            "reach. A script that calls df.compile itself needs no launcher."
+        )
+    if recipe.host == "megatron":
+        raise UnsupportedError("host 'megatron' is not supported by the launcher yet.")
+    try:
+        from .integrations.hf import launching  # noqa: PLC0415 - hosts are optional
+    except ModuleNotFoundError as error:
+        if error.name not in {"transformers", "accelerate"}:
+            raise
+        raise UnsupportedError(
+            f"host 'hf' needs {error.name}, which is not installed: pip install dynaflow-train[hf]"
+        ) from error
+    return launching.apply(recipe)
+
+
+def run(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
+    """Runs a file or a module as __main__, with `sys.argv` and `sys.path` as Python sets them.
+
+    Raises:
+        FileNotFoundError: no such script.
+    """
+    with _arguments([script, *arguments], None if module else Path(script).resolve().parent):
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def _arguments(argv: list[str], folder: Path | None) -> Generator[None]:
+    before, path = sys.argv, list(sys.path)
+    sys.argv = argv
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.argv = before
+        sys.path[:] = path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
