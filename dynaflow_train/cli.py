@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: instead of the command line.
     """
-    parser = argparse.ArgumentParser(prog="dynaflow", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="dynaflow", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("strategies", help="list the strategies and their parameters")
     check = commands.add_parser("check", help="read a recipe and say what it would run")
@@ -94,7 +94,7 @@ def describe_plan(path: Path) -> str:
     """The plan, then how many launches each stream has.
 
     Raises:
-        ScheduleError: the text is no plan, or a launch names a micro-batch or a wait that cannot be.
+        ScheduleError: the text is no plan, or names a micro-batch or a wait that cannot be.
     """
     try:
         plan = text.loads(path.read_text(encoding="utf-8"))

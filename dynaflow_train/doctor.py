@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from .config import MULTICAST_OFF, Environment, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "megatron-core", "numpy")
 OLDEST = {
@@ -75,7 +78,7 @@ def examine() -> Machine:
             for j in range(count)
             if i != j
         },
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        nccl=".".join(map(str, nccl.version())) if has_nccl else None,
         gloo=dist.is_available() and dist.is_gloo_available(),
         environment=environment(),
     )
@@ -184,6 +187,9 @@ def _hardware(machine: Machine) -> list[Problem]:
         found.append(Problem("note", text))
     if machine.gpus and machine.nccl is None:
         found.append(Problem("broken", "this torch has no NCCL: GPUs cannot communicate."))
+    if machine.gpus and not machine.packages.get("triton"):
+        text = "triton is not installed: Inductor cannot compile for GPUs."
+        found.append(Problem("missing", text))
     if apart := sorted(pair for pair, direct in machine.peers.items() if not direct):
         text = ", ".join(f"{i}->{j}" for i, j in apart)
         found.append(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from .config import Recipe, environment, exported_recipe
 from .errors import DynaFlowError, RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,10 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: instead of the command line.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m dynaflow_train.launch", description=__doc__.partition("\n")[0]
+        prog="python -m dynaflow_train.launch", description="Runs a script with a recipe applied."
     )
     parser.add_argument("--recipe", type=Path, required=True, help="path of a recipe file")
-    parser.add_argument("-m", dest="module", action="store_true", help="script is a module's name")
     parser.add_argument("script", help="the training script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="the script's own arguments")
     given = parser.parse_args(arguments)
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with exported_recipe(given.recipe):
-            run(given.script, given.rest, module=given.module)
+            run(given.script, given.rest)
     finally:
         undo()
     return 0
@@ -89,27 +87,17 @@ def apply(recipe: Recipe) -> Callable[[], None]:
     return launching.apply(recipe)
 
 
-def run(script: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Runs a file or a module as __main__, with `sys.argv` and `sys.path` as Python sets them.
+def run(script: str, arguments: Sequence[str]) -> None:
+    """Runs a file as __main__, with `sys.argv` and `sys.path` as Python itself would set them.
 
     Raises:
         FileNotFoundError: no such script.
     """
-    with _arguments([script, *arguments], None if module else Path(script).resolve().parent):
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
-
-
-@contextmanager
-def _arguments(argv: list[str], folder: Path | None) -> Generator[None]:
     before, path = sys.argv, list(sys.path)
-    sys.argv = argv
-    if folder is not None:
-        sys.path.insert(0, str(folder))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        yield
+        runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv = before
         sys.path[:] = path
