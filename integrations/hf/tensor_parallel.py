@@ -274,26 +274,35 @@ def _check_block(model: PreTrainedModel, block: str, plan: Mapping[str, str]) ->
         raise UnsupportedError(msg)
 
 
-def parallelize(model: PreTrainedModel, tp_size: int) -> PreTrainedModel:
-    """Shard a model over `tp_size` ranks, in place, with our styles.
+def parallelize(model: PreTrainedModel, tp_size: int, *, merged: bool = True) -> PreTrainedModel:
+    """Shard a model over `tp_size` ranks, in place.
 
     The ranks must hold equal weights (built with one seed, or loaded). Starts torch.distributed
     from the launcher's environment if nobody has.
 
+    Args:
+        model: a transformers model with a tensor-parallel plan.
+        tp_size: number of ranks that share each layer.
+        merged: our styles; False takes the host's own plan.
+
     Raises:
-        UnsupportedError: heads or widths do not divide by `tp_size`, or `plan_for` refuses.
+        UnsupportedError: heads or widths do not divide by `tp_size`, `plan_for` refuses, or the
+            host's own plan was asked for and gives wrong gradients.
     """
     _check_divides(model.config, tp_size)
     undo = apply()
     try:
-        # Set on the model, not in the config: later versions merge a config's plan into the host's,
-        # and 5.24 fails on a rule for a tied head.
-        model.tp_plan = {name: s for name, s in plan_for(model).items() if s != WHOLE}
+        if merged:
+            # Set on the model, not in the config: later versions merge a config's plan into the
+            # host's, and 5.24 fails on a rule for a tied head.
+            model.tp_plan = {name: s for name, s in plan_for(model).items() if s != WHOLE}
         # 5.17 returns a mesh, later versions a mesh manager; both go back as they came.
         config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=tp_size))
-        return type(model).maybe_distribute_model(model, config, mesh)  # pyright: ignore[reportReturnType]
+        sharded: Any = type(model).maybe_distribute_model(model, config, mesh)
     finally:
         undo()
+    check_host_plan(sharded)
+    return sharded
 
 
 def _check_divides(config: PreTrainedConfig, tp_size: int) -> None:
