@@ -395,8 +395,6 @@ class Scheduler:
 
 def nearest(name: str, names: Collection[str]) -> str:
     """A sentence that names what there is, the nearest first."""
-    if not names:
-        return "None is registered."
     near = difflib.get_close_matches(name, names, 1)
-    listed = f"There are {', '.join(sorted(names))}."
+    listed = f"There are {', '.join(names) or 'none'}."
     return f"Did you mean {near[0]!r}? {listed}" if near else listed

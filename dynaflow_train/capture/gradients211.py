@@ -9,7 +9,7 @@ leave aliased intermediates out, as 2.12 does, cures it. Goes when torch 2.11 do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,12 +29,10 @@ def is_corrected() -> bool:
     return getattr(getattr(higher_order_ops, _NAME, None), "_dynaflow", False)
 
 
-@contextlib.contextmanager
-def correct_gradients() -> Iterator[None]:
-    """Within it Dynamo traces autograd.Functions rightly; undone at exit. No-op on other versions."""
+def install_correction() -> Callable[[], None]:
+    """Correct Dynamo from now on; returns what undoes it. No-op where there is nothing to correct."""
     if not is_affected() or is_corrected():
-        yield
-        return
+        return lambda: None
     original = getattr(higher_order_ops, _NAME)
 
     def corrected(tx: Any, subtracer: Any, outputs: Any, *_: Any, **__: Any) -> Any:
@@ -42,10 +40,17 @@ def correct_gradients() -> Iterator[None]:
 
     corrected._dynaflow = True  # type: ignore[attr-defined]
     setattr(higher_order_ops, _NAME, corrected)
+    return lambda: setattr(higher_order_ops, _NAME, original)
+
+
+@contextlib.contextmanager
+def correct_gradients() -> Iterator[None]:
+    """Within it Dynamo traces autograd.Functions rightly; undone at exit."""
+    undo = install_correction()
     try:
         yield
     finally:
-        setattr(higher_order_ops, _NAME, original)
+        undo()
 
 
 def needs_correction(gm: fx.GraphModule) -> bool:

@@ -138,6 +138,7 @@ def cut(
     *,
     split_wgrad: bool = True,
     parameter_outputs: Sequence[bool] = (),
+    outputs: Sequence[object] = (),
 ) -> Region:
     """Cut `graph` into a Region.
 
@@ -149,13 +150,13 @@ def cut(
         verdicts: the split stage's findings.
         split_wgrad: whether gradients of parameters become ops of their own (backward only).
         parameter_outputs: for each backward output whether it is a parameter's gradient.
+        outputs: what leaves the region; what only other outputs of the graph need is left out.
 
     Raises:
         RuleError: a rule about an operator matches nothing (forward only).
     """
     cutter = _Cutter(graph, phase, rules, verdicts)
-    output = next(iter(reversed(graph.nodes)))
-    outputs = list(output.args[0])
+    needed = _needed(outputs)
     cutter.outputs.update(outputs)
     if phase == "backward" and split_wgrad:
         flowing = [
@@ -164,7 +165,8 @@ def cut(
         ] + [n for n in graph.nodes if kind_of(n)]
         packets = {n: verdicts.packet(n) for n in graph.nodes if n.op == "call_function"}
         cutter.wgrads = wgrad_nodes(graph, flowing, packets)
-    groups = group(cutter.nodes(), cutter.label, cutter.sources)
+    nodes = [n for n in cutter.nodes() if n in needed]
+    groups = group(nodes, cutter.label, cutter.sources)
     _check_operator_rules(cutter, rules, phase, verdicts)
     names = _names(groups, cutter)
     ops = [
@@ -184,6 +186,18 @@ def cut(
         tuple(o.name if isinstance(o, fx.Node) else None for o in outputs),
         can_split=any(v.sharing == "batch" and v.axis for v in values.values()),
     )
+
+
+def _needed(outputs: Sequence[object]) -> set[fx.Node]:
+    """Everything above the outputs; dead nodes cost nothing and must not look like work."""
+    found: set[fx.Node] = set()
+    stack = [o for o in outputs if isinstance(o, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def _check_operator_rules(

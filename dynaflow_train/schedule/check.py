@@ -94,7 +94,9 @@ class _Checker:
                 0, f"micro-batches of {list(sizes)} samples make {sum(sizes)}, the batch {batch}"
             )
         if len(sizes) > 1 and not region.can_split:
-            self.refuse(0, f"{len(sizes)} micro-batches of a region that {region.why_not}")
+            self.refuse(
+                0, f"{len(sizes)} micro-batches of a region that cannot be cut: {region.why_not}"
+            )
 
     def shape(self, position: int, launch: Launch) -> None:
         """The launch by itself: known ops, known micro-batches, what may be in one launch."""
@@ -160,7 +162,7 @@ class _Checker:
     def refuse(self, position: int, what: str) -> NoReturn:
         rank = "" if self.rank is None else f"rank {self.rank}, "
         raise ScheduleError(
-            f"{rank}{self.plan.region} {self.plan.phase}, position {position}: {what}. "
+            f"{rank}{self.region.name} {self.region.phase}, position {position}: {what}. "
             f"{_advice(self.plan)}\n{show(self.plan.launches, position)}"
         )
 

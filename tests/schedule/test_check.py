@@ -29,7 +29,7 @@ def changed(plan: Plan, at: int, **fields) -> Plan:
 
 
 def moved(plan: Plan, source: int, target: int) -> Plan:
-    """The launch at `source` earlier, at `target`; its waits dropped, others point where they did."""
+    """The launch at `source` earlier, at `target`; waits point where they did or go."""
     order = list(range(len(plan.launches)))
     order.insert(target, order.pop(source))
     place = {old: new for new, old in enumerate(order)}
@@ -92,10 +92,19 @@ def test_every_random_illegal_change_is_refused(region, seed, number, data):
     ("bad", "message"),
     [
         (replace(PLAN, launches=PLAN.launches[:-1]), r"mlp_add\[1\] is missing from the plan"),
-        (replace(PLAN, launches=(*PLAN.launches, PLAN.launches[0])), r"_norm\[0\] was issued before, at 0"),
-        (moved(PLAN, 1, 0), r"position 0: layers.0.self_attn runs before its input .*_norm\[0\], which is at 1, 3"),
-        (changed(PLAN, 2, waits=()), "on comm reads layers.0.self_attn of position 1 on compute without a wait"),
-        (changed(PLAN, 2, waits=(9,)), "position 2: it waits for position 9, which does not come before"),
+        (
+            replace(PLAN, launches=(*PLAN.launches, PLAN.launches[0])),
+            r"_norm\[0\] was issued before, at 0",
+        ),
+        (
+            moved(PLAN, 1, 0),
+            r"position 0: layers.0.self_attn runs before its input .*_norm\[0\], which is at 1, 3",
+        ),
+        (
+            changed(PLAN, 2, waits=()),
+            "on comm reads layers.0.self_attn of position 1 on compute without a wait",
+        ),
+        (changed(PLAN, 2, waits=(9,)), "position 2: it waits for position 9, which does not come"),
         (changed(PLAN, 0, ops=("layers.7.mlp",)), "layers.7.mlp is no op of model forward"),
         (changed(PLAN, 0, micro_batches=(2,)), r"micro-batches \[2\]; the plan has 2, from 0 on"),
         (changed(PLAN, 0, micro_batches=()), r"micro-batches \[\]; the plan has 2"),
@@ -106,7 +115,7 @@ def test_every_random_illegal_change_is_refused(region, seed, number, data):
         (replace(PLAN, sizes=()), "each needs at least one"),
         (replace(PLAN, phase="backward"), "a backward plan was given to a forward region"),
     ],
-)  # fmt: skip
+)
 def test_each_refusal_says_what_and_where(bad, message):
     with pytest.raises(ScheduleError, match=message) as error:
         check(bad, REGION, batch=6, rank=3)
@@ -120,7 +129,9 @@ def test_each_refusal_says_what_and_where(bad, message):
 
 def test_a_region_that_cannot_be_cut_takes_no_split_plan():
     region = replace(REGION, can_split=False, why_not="sorts the batch")
-    with pytest.raises(ScheduleError, match="2 micro-batches of a region that sorts the batch"):
+    with pytest.raises(
+        ScheduleError, match="2 micro-batches of a region that cannot be cut: sorts the batch"
+    ):
         check(PLAN, region)
 
 

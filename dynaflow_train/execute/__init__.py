@@ -1,0 +1,7 @@
+"""Plans -> callables: memory, lanes, the interpreter, the fast path."""
+
+from dynaflow_train.execute.compile import OpCompiler
+from dynaflow_train.execute.measure import measure
+from dynaflow_train.execute.runner import Entry, GraphFacts, Record, Runner
+
+__all__ = ["Entry", "GraphFacts", "OpCompiler", "Record", "Runner", "measure"]

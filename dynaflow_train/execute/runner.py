@@ -1,0 +1,271 @@
+"""Calls of one captured graph: sizes -> plan -> program -> results.
+
+A forward leaves a `Record` of what it ran; its ticket, saved among the tensors, tells the backward
+which. Contexts are kept up to a limit, the least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from dynaflow_train.execute.build import Builder
+from dynaflow_train.execute.compile import OpCompiler
+from dynaflow_train.execute.emit import emit
+from dynaflow_train.execute.interpret import interpret
+from dynaflow_train.execute.lanes import Lanes, lanes_for
+from dynaflow_train.execute.layout import Span
+from dynaflow_train.execute.memory import Argument, Result, Setting
+from dynaflow_train.execute.meta import Meta
+from dynaflow_train.execute.program import Program
+from dynaflow_train.ir import Plan, Region
+
+Symbols = dict[sympy.Symbol, int]
+MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a backward has to know of its forward: the plan, and how saved values were left."""
+
+    plan: Plan
+    spans: Mapping[str, tuple[Span, ...]]
+    metas: Mapping[tuple[str, int], Meta]
+
+
+@dataclass
+class Entry:
+    """One context that ran: its plan and how it is run.
+
+    Attributes:
+        call: arguments -> results.
+        source: text of the fast path, or None for the interpreter.
+        ticket: what the forward saves to find this entry's record again.
+    """
+
+    plan: Plan
+    program: Program
+    lanes: Lanes
+    call: Callable[[list[Any]], list[Any]]
+    source: str | None
+    ticket: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What the runner needs of a captured graph.
+
+    Attributes:
+        graph: the graph; placeholders in call order.
+        region: what it was cut into.
+        batch: the symbol of the batch size, or None.
+        num_outputs: results before the saved ones (all of them in a backward).
+        saved, slotted, count, ticketed, others: see `capture.slots.Slots`; empty without slots.
+        is_size: see `specialise.Sizes`.
+    """
+
+    graph: fx.Graph
+    region: Region
+    batch: sympy.Symbol | None
+    num_outputs: int
+    saved: tuple[str, ...] = ()
+    slotted: tuple[str, ...] = ()
+    count: int = 1
+    ticketed: bool = False
+    is_size: Callable[[fx.Node], bool] = lambda node: False
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The graph's inputs."""
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The graph's outputs."""
+        return list(next(iter(reversed(self.graph.nodes))).args[0])
+
+
+@dataclass
+class Runner:
+    """A boxed callable for one graph.
+
+    Attributes:
+        make_plan: (region, symbols, batch, forward sizes) -> plan, the same on all ranks.
+        fast: the fast path, else the interpreter.
+        dynamic: a new plan for every call.
+        max_contexts: how many contexts are kept.
+        records: of the forward; shared with the backward's runner.
+    """
+
+    facts: GraphFacts
+    compiler: OpCompiler
+    make_plan: MakePlan
+    kernel: Callable[..., Any]
+    fast: bool = True
+    dynamic: bool = False
+    max_contexts: int = 16
+    records: dict[int, Record] = field(default_factory=dict)
+    entries: OrderedDict[Any, Entry] = field(default_factory=OrderedDict)
+    streams: dict[str, Any] = field(default_factory=dict)
+    observer: Callable[[Runner, Entry, list[Any]], list[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self._boxed_call = True
+        self._backward = self.facts.region.phase == "backward"
+        nodes = self.facts.placeholders
+        self._sizes = [
+            (i, n.meta["val"].node.expr) for i, n in enumerate(nodes)
+            if isinstance(n.meta.get("val"), torch.SymInt)
+        ]
+        slots = [i for i, n in enumerate(nodes) if n.name.startswith("dynaflow_slot_")]
+        self._ticket_at = slots[-1] if slots and self._backward else None
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        """Run one call; `arguments` is emptied."""
+        entry = self.entry(arguments)
+        if self.observer is not None:
+            return self.observer(self, entry, arguments)
+        return entry.call(arguments)
+
+    def entry(self, arguments: list[Any]) -> Entry:
+        """The context of these arguments, made if it is new."""
+        values = tuple(arguments[i] for i, _ in self._sizes)
+        ticket = -1 if self._ticket_at is None else int(arguments[self._ticket_at])
+        key = (values, ticket)
+        found = self.entries.get(key)
+        if found is not None and not (self.dynamic and not self._backward):
+            self.entries.move_to_end(key)
+            return found
+        with torch.no_grad():
+            entry = self._make(arguments, ticket)
+        if self.dynamic and found is not None and entry.plan == found.plan:
+            return found
+        self.entries[key] = entry
+        while len(self.entries) > self.max_contexts:
+            self.entries.popitem(last=False)
+        return entry
+
+    def _symbols(self, arguments: list[Any]) -> Symbols:
+        symbols = {
+            expr: int(arguments[i]) for i, expr in self._sizes if isinstance(expr, sympy.Symbol)
+        }
+        for node, value in zip(self.facts.placeholders, arguments, strict=True):
+            shape = getattr(node.meta.get("val"), "shape", ())
+            for traced, real in zip(shape, getattr(value, "shape", ()), strict=False):
+                if isinstance(traced, torch.SymInt) and isinstance(traced.node.expr, sympy.Symbol):
+                    symbols.setdefault(traced.node.expr, int(real))
+        return symbols
+
+    def _make(self, arguments: list[Any], ticket: int) -> Entry:
+        symbols, record = self._symbols(arguments), None
+        if self._backward:
+            record = self.records.get(ticket if ticket >= 0 else self._unticketed(symbols))
+        batch = symbols.get(self.facts.batch, 1) if self.facts.batch is not None else 1
+        plan = self.make_plan(
+            self.facts.region, symbols, batch, record.plan.sizes if record else None
+        )
+        device = next(
+            (a.device for a in arguments if isinstance(a, torch.Tensor) and a.device.type != "cpu"),
+            torch.device("cpu"),
+        )
+        setting = Setting(
+            symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device
+        )
+        number = len(self.records) if not self._backward and self.facts.ticketed else None
+        tensor = None if number is None else torch.tensor(number, dtype=torch.int64)
+        builder = Builder(self.facts.region, plan, setting)
+        program = builder.build(
+            self._arguments(arguments, record, len(plan.sizes)), self._results(symbols, tensor)
+        )
+        if not self._backward and self.facts.saved:
+            at = number if number is not None else self._unticketed(symbols)
+            self.records[at] = self._record(plan, builder, program)
+        lanes = lanes_for(program.blocks, device, self.streams)
+        if self.fast:
+            call, source = emit(program, lanes)
+        else:
+            call, source = _interpreted(program, lanes), None
+        return Entry(plan, program, lanes, call, source, tensor)
+
+    def _unticketed(self, symbols: Symbols) -> int:
+        """A record's key where there is one plan for each set of sizes."""
+        return -2 - (hash(tuple(sorted((str(k), v) for k, v in symbols.items()))) & 0xFFFFFFFF)
+
+    def _record(self, plan: Plan, builder: Builder, program: Program) -> Record:
+        metas: dict[tuple[str, int], Meta] = {}
+        for name in self.facts.saved:
+            for piece, span in enumerate(program.spans[name]):
+                metas[name, piece] = builder.slots[builder.at[name, span]].meta
+        return Record(plan, {n: program.spans[n] for n in self.facts.saved}, metas)
+
+    def _arguments(
+        self, arguments: list[Any], record: Record | None, parts: int
+    ) -> list[Argument]:
+        nodes, found = self.facts.placeholders, []
+        everything = (0, parts)
+        saved = dict(zip(self._saved_places(), self.facts.saved, strict=False))
+        slot_of = {name: k for k, name in enumerate(self.facts.slotted)}
+        first_slot = next(
+            (i for i, n in enumerate(nodes) if n.name.startswith("dynaflow_slot_")), 0
+        )
+        for index, node in enumerate(nodes):
+            value = arguments[index]
+            if isinstance(node.meta.get("val"), torch.SymInt) or not isinstance(value, torch.Tensor):
+                continue
+            if node.name.startswith("dynaflow_slot_"):
+                continue
+            name = saved.get(index)
+            if name in slot_of and record is not None:
+                at = first_slot + slot_of[name] * (self.facts.count - 1)
+                for piece, span in enumerate(record.spans[name]):
+                    place = index if piece == 0 else at + piece - 1
+                    found.append(
+                        Argument(place, node.name, span, record.metas[name, piece], checked=True)
+                    )
+            else:
+                found.append(Argument(index, node.name, everything, Meta.of(value)))
+        return found
+
+    def _saved_places(self) -> range:
+        """Where the saved tensors stand among a backward's inputs: behind the sizes."""
+        if not self._backward:
+            return range(0)
+        return range(len(self._sizes), len(self._sizes) + len(self.facts.saved))
+
+    def _results(self, symbols: Symbols, ticket: torch.Tensor | None) -> list[Result]:
+        facts, outputs = self.facts, self.facts.outputs
+        results = [_whole(o, symbols) for o in outputs[: facts.num_outputs]]
+        if self._backward:
+            return results
+        end = facts.num_outputs + len(facts.saved)
+        results += [
+            Result(n, piece=0) if n in facts.slotted else Result(n) for n in facts.saved
+        ]
+        if facts.ticketed:
+            by_name = {o.name: o for o in outputs[facts.num_outputs : end]}
+            for name in facts.slotted:
+                like = by_name[name].meta["val"]
+                empty = torch.empty(0, dtype=like.dtype, device=like.device)
+                results += [Result(name, piece=k, constant=empty) for k in range(1, facts.count)]
+            results.append(Result(constant=ticket))
+            end += len(facts.slotted) * (facts.count - 1) + 1
+        return results + [_whole(o, symbols) for o in outputs[end:]]
+
+
+def _whole(output: Any, symbols: Symbols) -> Result:
+    if not isinstance(output, fx.Node):
+        return Result(constant=output)
+    value = output.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return Result(constant=int(value.node.expr.xreplace(symbols)))
+    return Result(output.name)
+
+
+def _interpreted(program: Program, lanes: Lanes) -> Callable[[list[Any]], list[Any]]:
+    return lambda arguments: interpret(program, lanes, arguments)

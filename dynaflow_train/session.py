@@ -1,0 +1,146 @@
+"""What one compiled model shares over its regions: strategy, compiled ops, plans, reports."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from dynaflow_train.config import Recipe
+from dynaflow_train.execute import OpCompiler, Runner
+from dynaflow_train.execute.meta import Meta
+from dynaflow_train.execute.specialise import Sizes, specialise
+from dynaflow_train.ir import Op, Plan, Region
+from dynaflow_train.overlap_kernels.registry import Registry, default_registry
+from dynaflow_train.partition.chain import chain
+from dynaflow_train.schedule.agree import agree
+from dynaflow_train.schedule.record import record
+from dynaflow_train.schedule.text import dumps, plan_hash
+from dynaflow_train.strategy import Context, Strategy
+
+
+class DynaFlowWarning(UserWarning):
+    """Something runs sequentially, and why."""
+
+
+@dataclass
+class Capture:
+    """One captured graph pair: its regions and the runners that run them."""
+
+    name: str
+    forward: Runner | None = None
+    backward: Runner | None = None
+    tokens: sympy.Expr = sympy.Integer(1)
+    why_not: str | None = None
+
+    @property
+    def runners(self) -> list[Runner]:
+        """Forward first."""
+        return [r for r in (self.forward, self.backward) if r is not None]
+
+
+@dataclass
+class Session:
+    """State of one `compile` call; nothing of it is global.
+
+    Attributes:
+        strategy, recipe: what was asked for.
+        compiler: compiled ops, shared over regions so that equal layers are compiled once.
+        captures: what was captured so far, in order.
+        warned: reasons that were told already.
+    """
+
+    strategy: Strategy
+    recipe: Recipe
+    compiler: OpCompiler = field(init=False)
+    registry: Registry = field(default_factory=default_registry)
+    captures: list[Capture] = field(default_factory=list)
+    warned: set[str] = field(default_factory=set)
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.compiler = OpCompiler(self.recipe.executor)
+
+    @property
+    def max_micro_batches(self) -> int:
+        """Slots to make room for: the strategy's own number where it has one."""
+        return min(
+            self.recipe.max_micro_batches,
+            self.strategy.most_micro_batches or self.recipe.max_micro_batches,
+        )
+
+    def plan(
+        self,
+        capture: Capture,
+        region: Region,
+        symbols: dict[sympy.Symbol, int],
+        batch: int,
+        forward_sizes: tuple[int, ...] | None,
+    ) -> Plan:
+        """The strategy's plan for one context, agreed over the ranks of its collectives.
+
+        Raises:
+            ScheduleError, SplitError: see `schedule.record`.
+            PlanMismatchError: another rank made another plan or did not answer in time.
+        """
+        groups = sorted({op.group for op in region.ops if op.group})
+        sizes = {g: _group(g).size() for g in groups}
+        context = Context(
+            phase=region.phase,
+            batch=batch,
+            tokens=int(capture.tokens.xreplace(symbols)),
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            group_sizes=sizes,
+            max_micro_batches=self.max_micro_batches,
+            times=self.times.get(region.phase, {}),
+            forward_sizes=forward_sizes,
+        )
+        strict = self.recipe.strict
+        plan = record(self.strategy, region, context, self.registry.kernels, strict=strict)
+        for group in groups:
+            self._agree(plan, region, group)
+        if plan.reason is not None:
+            self.warn(f"{region.name} {region.phase} runs sequentially: {plan.reason}")
+        return plan
+
+    def _agree(self, plan: Plan, region: Region, group: str) -> None:
+        """Compare with the group's other ranks; each comparison has its own number on every rank."""
+        ranks = _group(group)
+        store = dist.distributed_c10d._get_default_store()
+        number = store.add(f"dynaflow/ordinal/{group}/{ranks.rank()}", 1)
+        agree(
+            plan_hash(plan, region), dumps(plan), store=store, rank=ranks.rank(),
+            world_size=ranks.size(), key=f"{group}/{number}/{region.phase}",
+            timeout_s=self.recipe.agree_timeout_s,
+        )
+
+    def warn(self, reason: str) -> None:
+        """Say it once."""
+        if reason not in self.warned:
+            self.warned.add(reason)
+            warnings.warn(reason, DynaFlowWarning, stacklevel=3)
+
+    def kernel(
+        self, name: str, ops: Sequence[Op], inputs: list[str], outputs: list[str],
+        metas: list[Meta], sizes: Sizes,
+    ) -> tuple[Any, tuple[Meta, ...]]:
+        """The function of a kernel in place of `ops`, and the metas of its outputs."""
+        static = specialise(chain(ops, inputs, outputs), metas, sizes, {})
+        function = self.registry.find(name, static.graph)
+        return function, tuple(Meta.of(t) for t in static.outputs)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def nodes_of(region: Region) -> list[fx.Node]:
+    """All nodes of a region's op graphs."""
+    return [n for op in region.ops if op.graph is not None for n in op.graph.graph.nodes]

@@ -1,0 +1,42 @@
+"""How much work a node is: floating-point operations and bytes, at the traced sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+
+def _hint(size: Any) -> int:
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, tuple | list):
+        return sum(_bytes(v) for v in value)
+    if isinstance(value, torch.Tensor):
+        return math.prod(_hint(s) for s in value.shape) * value.dtype.itemsize
+    return 0
+
+
+def cost(node: fx.Node) -> tuple[int, int]:
+    """(floating-point operations, bytes of the result) for the whole batch as it was traced."""
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(packet) if packet is not None else None
+    out = node.meta.get("val")
+    if count is None:
+        return 0, _bytes(out)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _real(n.meta.get("val")))
+    return int(count(*args, **kwargs, out_val=_real(out))), _bytes(out)
+
+
+def _real(value: Any) -> Any:
+    """Tensors without memory at the traced sizes: flop formulas want shapes with numbers."""
+    if isinstance(value, tuple | list):
+        return type(value)(_real(v) for v in value)
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hint(s) for s in value.shape], dtype=value.dtype, device="meta")
+    return _hint(value) if isinstance(value, torch.SymInt) else value

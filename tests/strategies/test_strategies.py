@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dynaflow_train.errors import RecipeError, SplitError
+from dynaflow_train.report import explain
+from dynaflow_train.schedule.record import record
+from dynaflow_train.schedule.simulate import simulate
+from dynaflow_train.strategies import BUILT_IN, get, names
+from dynaflow_train.strategy import Context
+from tests.schedule.regions import Builder, llama_backward, llama_forward
+
+LAYERS = 4
+
+
+def planned(strategy, region, batch=4, sizes=None, **fields):
+    """Plan and explanation; in the backward with the forward's sizes."""
+    forward = sizes if region.phase == "backward" else None
+    context = Context(region.phase, batch, batch * 1024, forward_sizes=forward, **fields)
+    plan = record(strategy, region, context)
+    return plan, explain(plan, region, simulate(plan, region))
+
+
+def sequence_parallel(layers=LAYERS):
+    """reduce_scatter and all_gather in place of each all_reduce, as Megatron's."""
+    b, x = Builder("forward"), "x"
+    for layer in range(layers):
+        for block in ("self_attention", "mlp"):
+            at = f"layers.{layer}.{block}"
+            n = b.add(f"{at}_norm", x, kind="memory", bytes=10**7)
+            g = b.add(f"{at}.all_gather", n, collective="all_gather", bytes=5 * 10**7)
+            p = b.add(at, g, flops=400 * 10**9)
+            r = b.add(f"{at}.reduce_scatter", p, collective="reduce_scatter", bytes=5 * 10**7)
+            x = b.add(f"{at}_add", x, r, kind="memory", bytes=10**7)
+    return b.region(x)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("make", [llama_forward, llama_backward, sequence_parallel])
+@pytest.mark.parametrize("batch", [2, 3, 5])
+def test_every_strategy_covers_every_region_the_same_way_each_time(name, make, batch):
+    region, sizes = make(LAYERS), (batch // 2 + batch % 2, batch // 2)
+    if name in ("sequential", "comm_overlap"):
+        sizes = (batch,)
+    plan, _ = planned(get(name), region, batch, sizes)  # record checks it
+    assert plan.sizes == sizes
+    assert plan == planned(get(name), make(LAYERS), batch, sizes)[0]
+
+
+def test_sequential_is_the_plain_order_on_one_stream():
+    region = llama_forward(2)
+    plan, found = planned(get("sequential"), region)
+    assert [launch.ops[0] for launch in plan.launches] == [op.name for op in region.ops]
+    assert plan.streams == ("compute",)
+    assert found.hidden_share == 0
+    assert get("sequential").split_wgrad is False
+
+
+def test_comm_overlap_runs_wgrads_beside_the_all_reduce_of_the_dgrad():
+    region = llama_backward(LAYERS)
+    plan, found = planned(get("comm_overlap"), region, sizes=(4,))
+    assert found.hidden_share == 1
+    order = [launch.ops[0].removeprefix("layers.3.") for launch in plan.launches[:6]]
+    assert order == [
+        "mlp.dgrad", "mlp.all_reduce", "mlp.in.wgrad", "mlp.out.wgrad", "mlp_norm",
+        "self_attn.dgrad",
+    ]  # fmt: skip
+    sequential = planned(get("sequential"), region, sizes=(4,))[1]
+    assert found.wall_ms == pytest.approx(sequential.wall_ms - sequential.ms)
+
+
+@pytest.mark.parametrize("name", ["dual_batch", "nanoflow"])
+@pytest.mark.parametrize("make", [llama_forward, sequence_parallel])
+def test_two_micro_batches_hide_all_but_the_last_collective(name, make):
+    region = make(LAYERS)
+    _, found = planned(get(name), region)
+    exposed = [each for each in found.collectives if each.reason]
+    assert [each.launch for each in exposed] == [found.collectives[-1].launch]
+    assert found.hidden_share > 1 - 1.01 / len(found.collectives)
+    sequential = planned(get("sequential"), region)[1]
+    limit = sequential.wall_ms - sequential.ms
+    assert found.wall_ms < limit + found.collectives[-1].ms + 0.01 * limit
+
+
+def test_dual_batch_alternates_across_layers():
+    plan, _ = planned(get("dual_batch"), llama_forward(LAYERS))
+    blocks = [
+        (launch.ops[0].split(".", 1)[1], launch.micro_batches[0])
+        for launch in plan.launches
+        if launch.ops[0].endswith((".mlp", ".self_attn"))
+    ]
+    expected = [
+        (f"{layer}.{block}", part)
+        for layer in range(LAYERS)
+        for block in ("self_attn", "mlp")
+        for part in (0, 1)
+    ]
+    assert blocks == expected
+
+
+def test_dual_batch_keeps_no_wgrad_longer_than_two_blocks():
+    plan, found = planned(get("dual_batch"), llama_backward(8), sizes=(2, 2))
+    assert found.hidden_share > 0.99
+    at = {(launch.ops[0], launch.micro_batches[0]): i for i, launch in enumerate(plan.launches)}
+    for (op, part), position in at.items():
+        if op.endswith(".wgrad"):
+            dgrad = at[op.rsplit(".", 2)[0] + ".dgrad", part]
+            assert 0 < position - dgrad <= 8, f"{op}[{part}] runs {position - dgrad} launches late"
+
+
+def test_merged_wgrads_run_once_for_both_micro_batches():
+    plan, _ = planned(get("dual_batch", merge_wgrads=True), llama_backward(LAYERS), sizes=(2, 2))
+    wgrads = [launch for launch in plan.launches if launch.ops[0].endswith(".wgrad")]
+    assert len(wgrads) == 4 * LAYERS
+    assert {launch.micro_batches for launch in wgrads} == {(0, 1)}
+
+
+def test_nanoflow_gives_each_resource_its_stream_and_takes_sizes():
+    region = llama_forward(LAYERS)
+    plan, _ = planned(get("nanoflow", sizes=[2, 1, 1]), region)
+    assert plan.sizes == (2, 1, 1)
+    for launch in plan.launches:
+        kind = region.op[launch.ops[0]].kind
+        assert launch.stream == {"communication": "comm"}.get(kind, kind)
+    with pytest.raises(SplitError, match=r"\[2, 1, 1\] samples make 4, the batch has 5"):
+        planned(get("nanoflow", sizes=[2, 1, 1]), region, batch=5)
+
+
+@pytest.mark.parametrize("name", ["comm_overlap", "dual_batch", "nanoflow"])
+def test_below_the_threshold_it_is_sequential_and_says_so(name):
+    plan, _ = planned(get(name, min_tokens=4097), llama_forward(1))
+    assert plan.streams == ("compute",)
+    assert plan.sizes == (4,)
+    assert plan.reason == "4096 tokens < min_tokens=4097"
+    assert planned(get(name, min_tokens=4096), llama_forward(1))[0].reason is None
+
+
+def test_a_whole_model_in_four_micro_batches_is_planned_in_well_under_a_second():
+    strategy = get("dual_batch", micro_batches=4)
+    for region in (llama_forward(40), llama_backward(32)):
+        start = time.perf_counter()
+        plan, _ = planned(strategy, region, 8, (2,) * 4)
+        assert len(plan.launches) == 1280
+        assert time.perf_counter() - start < 2  # 0.2 s alone on a core, plus explain
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("dual_bach", {}, "no strategy 'dual_bach'. Did you mean 'dual_batch'\\? There are seq"),
+        ("zzz", {}, "no strategy 'zzz'. There are sequential, comm_overlap, dual_batch, nanoflow"),
+        ("dual_batch", {"micro_batch": 2}, "no parameter 'micro_batch'. Did you mean 'micro_batc"),
+        ("sequential", {"min_tokens": 2}, "no parameter 'min_tokens'. There are none"),
+        ("dual_batch", {"micro_batches": "2"}, r"takes micro_batches as int .default 2., got '2'"),
+        ("dual_batch", {"micro_batches": True}, r"takes micro_batches as int .default 2., got Tr"),
+        ("nanoflow", {"sizes": 2}, r"takes sizes as tuple .default \(\)., got 2 .int."),
+    ],
+)
+def test_wrong_names_and_values_name_the_nearest(name, parameters, message):
+    with pytest.raises(RecipeError, match=message):
+        get(name, **parameters)
+
+
+def test_names_are_the_files():
+    for strategy in BUILT_IN:
+        assert strategy.__module__ == f"dynaflow_train.strategies.{strategy.name}"
