@@ -107,6 +107,11 @@ class Strategy:
         if "name" not in cls.__dict__:
             cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
+    @property
+    def most_micro_batches(self) -> int | None:
+        """The greatest number it ever cuts into: saved values get that much room. None: unknown."""
+        return None
+
     def schedule(self, s: Scheduler) -> None:
         """Issue every op of every micro-batch through `s.execute`, or call `s.sequential`."""
         raise NotImplementedError(f"{type(self).__name__} must define schedule(self, s).")

@@ -24,9 +24,14 @@ class CommOverlap(Strategy):
     min_tokens: int = 0
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn"),
-        SplitModule("*.mlp|*.feed_forward|*.ffn"),
+        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
+        SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
     )
+
+    @property
+    def most_micro_batches(self) -> int:
+        """It never cuts."""
+        return 1
 
     def schedule(self, s: Scheduler) -> None:
         """The most urgent ready op, again and again."""

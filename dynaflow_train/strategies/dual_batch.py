@@ -28,9 +28,14 @@ class DualBatch(Strategy):
     merge_wgrads: bool = False
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn"),
-        SplitModule("*.mlp|*.feed_forward|*.ffn"),
+        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
+        SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
     )
+
+    @property
+    def most_micro_batches(self) -> int:
+        """As many as it is told."""
+        return self.micro_batches
 
     def schedule(self, s: Scheduler) -> None:
         """The most urgent ready op, again and again."""

@@ -29,9 +29,14 @@ class NanoFlow(DualBatch):
 
     name: ClassVar[str] = "nanoflow"
     rules: ClassVar[tuple[Rule, ...]] = (
-        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn"),
-        SplitModule("*.mlp|*.feed_forward|*.ffn"),
+        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
+        SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
     )
+
+    @property
+    def most_micro_batches(self) -> int:
+        """As many as it is told."""
+        return len(self.sizes) or self.micro_batches
 
     def split(self, s: Scheduler) -> None:
         """Cut the batch."""

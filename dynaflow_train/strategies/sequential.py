@@ -14,6 +14,11 @@ class Sequential(Strategy):
 
     split_wgrad: ClassVar[bool] = False
 
+    @property
+    def most_micro_batches(self) -> int:
+        """It never cuts."""
+        return 1
+
     def schedule(self, s: Scheduler) -> None:
         """Everything in region order."""
         s.sequential()
