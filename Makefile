@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_layout.py
 
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) site dist
