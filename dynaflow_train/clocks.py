@@ -1,4 +1,4 @@
-"""What may be issued next, and what each stream knows to be finished: order over ops and launches.
+"""Order and time: what may be issued next, what is known to be finished, what takes how long.
 
 A stream runs its launches in order. A launch that waits for position `p` also knows everything that
 `p` knew, transitively. Nothing else is known: two streams without a wait run in any order.
@@ -6,6 +6,7 @@ A stream runs its launches in order. A launch that waits for position `p` also k
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 ALL = -1  # in place of a micro-batch index: the op runs once for all of them
 Clock = dict[str, int]
+
+# Rates of a current data-centre GPU, per millisecond: they order ops where nothing was measured.
+FLOPS_PER_MS, MEMORY_BYTES_PER_MS, LINK_BYTES_PER_MS = 4e11, 3e9, 1.5e8
 
 
 def known(launches: Sequence[Launch]) -> tuple[Clock, ...]:
@@ -156,7 +160,7 @@ class Readiness:
             for source in sources:
                 self.readers[source].append(index)
             for part in self.parts(index):
-                self.missing[index, part] = sum(len(self.runs(s, part)) for s in sources)
+                self.missing[index, part] = len(self.inputs((index, part)))
         self.ready = sorted(run for run, count in self.missing.items() if count == 0)
 
     def parts(self, index: int) -> Sequence[int]:
@@ -169,6 +173,10 @@ class Readiness:
             return [(index, each) for each in self.parts(index)]
         return [(index, part)]
 
+    def inputs(self, run: tuple[int, int]) -> list[tuple[int, int]]:
+        """The runs that `run` reads from."""
+        return [each for source in self.sources[run[0]] for each in self.runs(source, run[1])]
+
     def issue(self, run: tuple[int, int]) -> None:
         """Take `run` out and count it for its readers."""
         del self.missing[run]
@@ -178,3 +186,32 @@ class Readiness:
                 self.missing[key] -= 1
                 if self.missing[key] == 0:
                     insort(self.ready, key)
+
+
+def estimate_ms(op: Op, times: Mapping[str, float]) -> float:
+    """Milliseconds of `op` for the whole batch: measured if `times` has it, else from its size."""
+    if op.name in times:
+        return times[op.name]
+    if op.is_communication:
+        return op.bytes / LINK_BYTES_PER_MS
+    return max(op.flops / FLOPS_PER_MS, op.bytes / MEMORY_BYTES_PER_MS)
+
+
+def leads(region: Region, times: Mapping[str, float]) -> list[tuple[float, float]]:
+    """For each op the way to the next collective, the first in region order that needs the op.
+
+    Two estimates in milliseconds: the compute up to it, the op's own included, and its own length.
+    Infinite compute and no collective where none needs the op.
+    """
+    place = {op.name: index for index, op in enumerate(region.ops)}
+    found = [(math.inf, math.inf, 0.0)] * len(place)  # index of the collective, compute, its length
+    for index, op in reversed(list(enumerate(region.ops))):
+        following, compute, length = found[index]
+        own = estimate_ms(op, times)
+        if op.is_communication:
+            found[index] = (index, 0.0, own)
+        else:
+            found[index] = (following, compute + own, length)
+        for source in region.predecessors[op.name]:
+            found[place[source]] = min(found[place[source]], found[index])
+    return [(compute, length) for _, compute, length in found]

@@ -6,14 +6,14 @@ appear here. Forward and backward go through the same `schedule`; `context.phase
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from dynaflow_train.clocks import ALL, Readiness
+from dynaflow_train.clocks import ALL, Readiness, estimate_ms, leads
+from dynaflow_train.config import nearest
 from dynaflow_train.errors import KernelError, ScheduleError, SplitError
-from dynaflow_train.ir import Launch, Op, OpKind, Phase, Region
+from dynaflow_train.ir import Launch, OpKind, Phase, Region
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
 COMPUTE = "compute"
 COMM = "comm"
-# Rates of a current data-centre GPU, per millisecond: they order ops where nothing was measured.
-FLOPS_PER_MS, MEMORY_BYTES_PER_MS, LINK_BYTES_PER_MS = 4e11, 3e9, 1.5e8
-
-
-def estimate_ms(op: Op, times: Mapping[str, float]) -> float:
-    """Milliseconds of `op` for the whole batch: measured if `times` has it, else from its size."""
-    if op.name in times:
-        return times[op.name]
-    if op.is_communication:
-        return op.bytes / LINK_BYTES_PER_MS
-    return max(op.flops / FLOPS_PER_MS, op.bytes / MEMORY_BYTES_PER_MS)
 
 
 @dataclass(frozen=True)
@@ -134,8 +123,11 @@ class Scheduler:
         self._kernels = kernels
         self._index = {op.name: index for index, op in enumerate(region.ops)}
         self._positions: dict[tuple[int, int], int] = {}
-        self._awaited = -1  # the last collective that some launch reads
         self._was_split = False
+        self._awaited = -1  # the last collective that some launch reads
+        self._free: dict[str, float] = {}  # when each stream is free again, by the estimates
+        self._ends: dict[tuple[int, int], float] = {}
+        self._leads = leads(region, context.times)
         self._cut(context.forward_sizes or (context.batch,))
 
     def _cut(self, sizes: tuple[int, ...]) -> None:
@@ -228,29 +220,42 @@ class Scheduler:
     def readers(self, op: ReadyOp) -> tuple[ReadyOp, ...]:
         """The ops that read what `op` makes, of the same micro-batch, ready or not."""
         index, part = self._run(op)
-        found = (
-            run for reader in self._state.readers[index] for run in self._state.runs(reader, part)
-        )
-        return tuple(self._view(run) for run in found)
+        runs = self._state.runs
+        return tuple(self._view(r) for each in self._state.readers[index] for r in runs(each, part))
 
-    def waits_for(self, op: ReadyOp) -> int | None:
-        """Position of the newest collective that `op` reads and that nothing has read before.
+    def start_ms(self, op: ReadyOp, stream: str | None = None) -> float:
+        """When the ready `op` could start on `stream`, by the estimates, after what was issued."""
+        ends = (self._ends.get(source, 0.0) for source in self._state.inputs(self._run(op)))
+        return max([self._free.get(stream or _lane(op), 0.0), *ends])
 
-        None when it reads no collective, or only such as something else has already waited for.
-        The larger the number, the shorter the collective has been under way.
+    def waits_for(self, op: ReadyOp, stream: str | None = None) -> int:
+        """Position of the newest collective under way that the ready `op` reads, or -1.
+
+        Under way: by measured times if the context has any; else until some other launch read it.
+        """
+        lane = stream or _lane(op)
+        if self.context.times and self.start_ms(op, lane) <= self._free.get(lane, 0.0):
+            return -1
+        newest = self._newest_collective(self._run(op))
+        return newest if self.context.times or newest > self._awaited else -1
+
+    def _newest_collective(self, run: tuple[int, int]) -> int:
+        """The last position of a collective that `run` reads, or -1."""
+        ops, inputs = self._region.ops, self._state.inputs(run)
+        return max((self._positions[i] for i in inputs if ops[i[0]].is_communication), default=-1)
+
+    def lead(self, op: ReadyOp) -> tuple[float, float]:
+        """Estimated milliseconds from `op` to the next collective that needs it, and of that one.
+
+        Infinite and zero if none does.
         """
         index, part = self._run(op)
-        ops = self._region.ops
-        newest = max(
-            (
-                self._positions.get(run, -1)
-                for source in self._state.sources[index]
-                if ops[source].is_communication
-                for run in self._state.runs(source, part)
-            ),
-            default=-1,
-        )
-        return newest if newest > self._awaited else None
+        compute_ms, collective_ms = self._leads[index]
+        return compute_ms * self._share(part), collective_ms * self._share(part)
+
+    def _share(self, part: int) -> float:
+        """The part of the batch that a micro-batch is."""
+        return 1.0 if part == ALL else self.sizes[part] / max(sum(self.sizes), 1)
 
     def execute(
         self,
@@ -280,12 +285,11 @@ class Scheduler:
                 f"no kernel {kernel!r} for {' + '.join(names)}. {nearest(kernel, self._kernels)}"
             )
         runs = [(self._index[name], part) for name in names for part in parts]
-        position = len(self.launches)
+        lane = stream or _lane(ops[0])
         for run in runs:
-            self._take(run, position)
+            self._take(run, lane)
         covered = range(len(self.sizes)) if parts == (ALL,) else parts
-        default = COMM if ops[0].is_communication else COMPUTE
-        self.launches.append(Launch(names, tuple(covered), stream or default, kernel))
+        self.launches.append(Launch(names, tuple(covered), lane, kernel))
 
     def sequential(self, reason: str | None = None) -> None:
         """Issue all that remains in region order on one stream.
@@ -320,11 +324,10 @@ class Scheduler:
             asked = sorted({ALL if op.micro_batch is None else op.micro_batch.index for op in ops})
         if not asked:
             raise ScheduleError("execute was given no op or no micro-batch.")
-        shown = " + ".join(str(op) for op in ops)
         if len(names) > 1 and (kernel is None or len(asked) > 1 or micro_batches is not None):
             raise ScheduleError(
-                f"{shown} are different ops. Several ops in one launch need kernel= and must "
-                f"belong to one micro-batch."
+                f"{' + '.join(map(str, ops))} are different ops. Several ops in one launch need "
+                f"kernel= and must belong to one micro-batch."
             )
         merged = self._state.merged[self._index[names[0]]]
         if merged and micro_batches is not None:
@@ -340,8 +343,8 @@ class Scheduler:
             )
         return tuple(names), tuple(asked)
 
-    def _take(self, run: tuple[int, int], position: int) -> None:
-        """Issue one run as part of the launch at `position`."""
+    def _take(self, run: tuple[int, int], lane: str) -> None:
+        """Issue one run as part of the next launch."""
         state, shown = self._state, self._view(run)
         if run not in state.missing:
             raise ScheduleError(
@@ -349,20 +352,15 @@ class Scheduler:
                 f"Take ops from s.get_ready_ops()."
             )
         if state.missing[run]:
-            lacking = [
-                str(self._view(source))
-                for index in state.sources[run[0]]
-                for source in state.runs(index, run[1])
-                if source in state.missing
-            ]
+            lacking = [str(self._view(each)) for each in state.inputs(run) if each in state.missing]
             raise ScheduleError(
                 f"{shown} is not ready: it reads {', '.join(lacking)}, not issued "
                 f"yet. Take ops from s.get_ready_ops()."
             )
-        if (newest := self.waits_for(shown)) is not None:
-            self._awaited = newest
+        self._free[lane] = self._ends[run] = self.start_ms(shown, lane) + shown.estimated_ms
+        self._awaited = max(self._awaited, self._newest_collective(run))
         state.issue(run)
-        self._positions[run] = position
+        self._positions[run] = len(self.launches)
 
     def _run(self, op: ReadyOp) -> tuple[int, int]:
         """The op and micro-batch that `op` stands for, checked to be of this region and split."""
@@ -382,8 +380,7 @@ class Scheduler:
             return seen
         op = self._region.ops[run[0]]
         micro_batch = None if run[1] == ALL else self.micro_batches[run[1]]
-        share = 1.0 if micro_batch is None else micro_batch.size / max(sum(self.sizes), 1)
-        estimated_ms = estimate_ms(op, self.context.times) * share
+        estimated_ms = estimate_ms(op, self.context.times) * self._share(run[1])
         self._views[run] = view = ReadyOp(
             op.name,
             micro_batch,
@@ -398,8 +395,6 @@ class Scheduler:
         return view
 
 
-def nearest(name: str, names: Collection[str]) -> str:
-    """A sentence that names what there is, the nearest first."""
-    near = difflib.get_close_matches(name, names, 1)
-    listed = f"There are {', '.join(names) or 'none'}."
-    return f"Did you mean {near[0]!r}? {listed}" if near else listed
+def _lane(op: ReadyOp) -> str:
+    """The stream an op goes to if the strategy names none."""
+    return COMM if op.is_communication else COMPUTE

@@ -17,6 +17,11 @@ Work = Any
 Collective = Callable[[torch.Tensor, torch.Tensor, bool], Work]
 
 
+def _renamed(new: str, old: str) -> Callable[..., Work]:
+    """torch 2.13 renamed some collectives and warns at the old names."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
 def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
     """`launch(input, output, asynchronous) -> Work | None` for a functional collective's node.
 
@@ -33,11 +38,12 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
         reduce = _REDUCE[arguments[1]]
         return lambda x, out, later: dist.all_reduce(out, reduce, group, async_op=later)
     if name == "all_gather_into_tensor":
-        return lambda x, out, later: dist.all_gather_into_tensor(out, x, group, async_op=later)
+        gather = _renamed("all_gather_single", "all_gather_into_tensor")
+        return lambda x, out, later: gather(out, x, group=group, async_op=later)
     if name == "reduce_scatter_tensor":
-        reduce = _REDUCE[arguments[1]]
-        return lambda x, out, later: dist.reduce_scatter_tensor(
-            out, x, reduce, group, async_op=later)
+        reduce, scatter = _REDUCE[arguments[1]], _renamed(
+            "reduce_scatter_single", "reduce_scatter_tensor")
+        return lambda x, out, later: scatter(out, x, op=reduce, group=group, async_op=later)
     if name == "all_to_all_single":
         sent, received = list(arguments[2]), list(arguments[1])
         return lambda x, out, later: dist.all_to_all_single(

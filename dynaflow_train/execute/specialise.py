@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from dynaflow_train.execute.meta import Meta
@@ -52,10 +53,10 @@ def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[t
         return env[value] if isinstance(value, fx.Node) else sizes.number(value, size=size)
 
     args = tuple(
-        fx.map_aggregate(arg, lambda a, at=at: number(a, size=shrinks and not (fills and at == 1)))
+        map_aggregate(arg, lambda a, at=at: number(a, size=shrinks and not (fills and at == 1)))
         for at, arg in enumerate(node.args)
     )
-    kwargs = {k: fx.map_aggregate(v, lambda a: number(a, size=shrinks)) for k, v in node.kwargs.items()}
+    kwargs = {k: map_aggregate(v, lambda a: number(a, size=shrinks)) for k, v in node.kwargs.items()}
     return args, kwargs
 
 
@@ -139,7 +140,9 @@ def canonical(graph: fx.GraphModule) -> str:
         symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
         number[node] = f"<{value.node.expr}>" if symbolic else f"%{index}"
         args = fx.map_arg((node.args, node.kwargs), lambda n: _Text(number[n]))
-        name = id(getattr(graph, str(node.target))) if node.op == "get_attr" else node.target
+        name = node.target if node.op == "call_function" else ""
+        if node.op == "get_attr":
+            name = id(getattr(graph, str(node.target)))
         lines.append(number[node] if symbolic else f"{node.op} {name} {args}")
     return "\n".join(lines)
 

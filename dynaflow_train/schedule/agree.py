@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -40,33 +39,42 @@ def agree(  # noqa: PLR0913 - two things to compare, and who compares them
             ranks that did not answer in time.
     """
     prefix = f"dynaflow/{key}"
-    store.set(f"{prefix}/{rank}/text", plan_text)
-    store.set(f"{prefix}/{rank}/hash", plan_hash)
     deadline = time.monotonic() + timeout_s
-    silent = [
-        other
-        for other in range(world_size)
-        if other != rank and not _arrived(store, f"{prefix}/{other}/hash", deadline)
-    ]
-    if silent:
+    try:
+        store.set(f"{prefix}/{rank}/text", plan_text)
+        store.set(f"{prefix}/{rank}/hash", plan_hash)
+        silent = _silent(store, [f"{prefix}/{each}/hash" for each in range(world_size)], deadline)
+        if not silent:
+            hashes = [store.get(f"{prefix}/{each}/hash").decode() for each in range(world_size)]
+            if len(set(hashes)) == 1:
+                return
+            message = _difference(hashes, store, prefix, key)
+    except RuntimeError as error:  # all of torch's store errors
         raise PlanMismatchError(
+            f"rank {rank} could not compare its plan of {key}: the process group's store failed "
+            f"({error}). The rank that hosts it, mostly rank 0, may have died: look at its log."
+        ) from error
+    if silent:
+        message = (
             f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
             f"{world_size} did not answer. A rank may have died, may run another model or shape, "
             f"or may still compile: look at its log, or raise the time limit."
         )
-    hashes = [store.get(f"{prefix}/{other}/hash").decode() for other in range(world_size)]
-    if len(set(hashes)) > 1:
-        raise PlanMismatchError(_difference(hashes, store, prefix, key))
+    raise PlanMismatchError(message)
 
 
-def _arrived(store: Store, key: str, deadline: float) -> bool:
-    """Whether `key` is set before `deadline`."""
-    left = max(deadline - time.monotonic(), 0.001)  # zero would mean the store's own time limit
-    try:
-        store.wait([key], timedelta(seconds=left))
-    except RuntimeError:  # DistStoreError and the file store's own kind: time is up
-        return False
-    return True
+def _silent(store: Store, keys: list[str], deadline: float) -> list[int]:
+    """The ranks whose key is not set by the deadline.
+
+    Asks again and again: `Store.wait` would keep the store from other threads of this process.
+    """
+    pause_s = 0.001
+    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.05)
+    return missing
 
 
 def _difference(hashes: list[str], store: Store, prefix: str, key: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dynaflow_train.clocks import estimate_ms
 from dynaflow_train.ir import Interval
-from dynaflow_train.strategy import estimate_ms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

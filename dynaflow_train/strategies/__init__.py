@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, cast
 
+from dynaflow_train.config import nearest
 from dynaflow_train.errors import RecipeError
 from dynaflow_train.strategies.comm_overlap import CommOverlap
 from dynaflow_train.strategies.dual_batch import DualBatch
 from dynaflow_train.strategies.nanoflow import NanoFlow
 from dynaflow_train.strategies.sequential import Sequential
-from dynaflow_train.strategy import nearest
 
 if TYPE_CHECKING:
     from dynaflow_train.strategy import Strategy

@@ -1,7 +1,6 @@
 """Micro-batches of chosen sizes, and a stream for each resource: compute, memory, interconnect.
 
-What DualBatch orders, spread further: norms and additions of one micro-batch run beside the matrix
-products of another.
+Norms and additions of one micro-batch run beside the matrix products of another.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dynaflow_train.annotate import Rule, SplitModule
 from dynaflow_train.strategies.dual_batch import DualBatch
 
 if TYPE_CHECKING:
@@ -28,15 +26,6 @@ class NanoFlow(DualBatch):
     sizes: tuple[int, ...] = ()
 
     name: ClassVar[str] = "nanoflow"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
-        SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
-    )
-
-    @property
-    def most_micro_batches(self) -> int:
-        """As many as it is told."""
-        return len(self.sizes) or self.micro_batches
 
     def split(self, s: Scheduler) -> None:
         """Cut the batch."""

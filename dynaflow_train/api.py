@@ -1,0 +1,275 @@
+"""The calls a user makes: compile in place, undo, look at plans, explain, verify."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynaflow_train import strategies
+from dynaflow_train.backend import compile_graph, sessions_of
+from dynaflow_train.capture import correct_gradients
+from dynaflow_train.config import Recipe
+from dynaflow_train.errors import CaptureError, RecipeError
+from dynaflow_train.ir import Interval, Plan, Region
+from dynaflow_train.report import Explanation, explain as explain_one
+from dynaflow_train.schedule.plot import Panel, perfetto, timeline
+from dynaflow_train.schedule.text import dumps
+from dynaflow_train.session import Session
+from dynaflow_train.strategy import Strategy
+
+What = str | Path | Recipe | Strategy
+
+
+class _Dispatcher:
+    """Stands in for a module's call: compiled in training, the host's plain forward otherwise."""
+
+    def __init__(self, module: torch.nn.Module, session: Session, name: str) -> None:
+        self.module, self.session, self.enabled = module, session, True
+        self.before = module._compiled_call_impl
+        backend = functools.partial(compile_graph, session=session, name=name)
+        self.compiled = torch.compile(
+            module._call_impl, backend=backend, fullgraph=session.recipe.strict
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if not (self.enabled and module.training and torch.is_grad_enabled()):
+            return module._call_impl(*args, **kwargs)
+        with correct_gradients():
+            return self.compiled(*args, **kwargs)
+
+
+def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
+    model: torch.nn.Module, what: What, **options: Any
+) -> torch.nn.Module:
+    """Compile the model's regions in place and return the model.
+
+    Args:
+        model: any module that holds its layers in a ModuleList; without one it is a region itself.
+        what: the name of a strategy, a Strategy, a Recipe, or the path of one.
+        **options: other keys of a recipe, and parameters of the strategy, where `what` is a name.
+
+    Raises:
+        RecipeError: unknown strategy, key or parameter; the nearest valid name is given.
+        CaptureError: the model is compiled already.
+    """
+    recipe, strategy = _resolve(what, options)
+    if next(_dispatchers(model), None) is not None:
+        raise CaptureError("the model is compiled already: call df.undo(model) first.")
+    session = Session(strategy, recipe)
+    for name, module in regions(model, recipe.region):
+        dispatcher = _Dispatcher(module, session, name)
+        module._compiled_call_impl = dispatcher  # type: ignore[assignment]
+    return model
+
+
+def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
+    if isinstance(what, Strategy):
+        recipe = Recipe.from_options({**options, "strategy": what.name})
+        return recipe, what
+    if isinstance(what, str) and not what.endswith((".yaml", ".yml")):
+        recipe = Recipe.from_options({**options, "strategy": what})
+    elif options:
+        raise RecipeError(
+            f"options {sorted(options)} were given beside a recipe; change the recipe instead."
+        )
+    else:
+        recipe = what if isinstance(what, Recipe) else Recipe.load(what)
+    return recipe, strategies.get(recipe.strategy, **recipe.parameters)
+
+
+def regions(model: torch.nn.Module, kind: str) -> list[tuple[str, torch.nn.Module]]:
+    """What is captured: each layer, or the module that owns the layers.
+
+    The layers are the ModuleList with most parameters whose entries are of one class.
+    """
+    found: list[tuple[int, str, torch.nn.ModuleList]] = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len({type(m) for m in module}) == 1
+    ]
+    if not found:
+        return [("model", model)]
+    _, name, layers = max(found, key=lambda entry: entry[0])
+    if kind == "layer":
+        return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+    owner = name.rpartition(".")[0]
+    return [(owner or "model", model.get_submodule(owner))]
+
+
+def undo(model: torch.nn.Module) -> torch.nn.Module:
+    """The model as it was before `compile`."""
+    for module, dispatcher in list(_dispatchers(model)):
+        module._compiled_call_impl = dispatcher.before
+    return model
+
+
+def _dispatchers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Dispatcher]]:
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, _Dispatcher):
+            yield module, module._compiled_call_impl
+
+
+def sessions(model: torch.nn.Module) -> list[Session]:
+    """The sessions that `compile` or torch.compile made for the model."""
+    found = {id(d.session): d.session for _, d in _dispatchers(model)}
+    return list(found.values()) or sessions_of(model)
+
+
+@dataclass(frozen=True)
+class PlanInUse:
+    """A plan that ran, with its region and, once it was measured, its times."""
+
+    plan: Plan
+    region: Region
+    intervals: tuple[Interval, ...]
+    copies: Mapping[str, int]
+    source: str | None
+
+    def __str__(self) -> str:
+        return dumps(self.plan)
+
+    @property
+    def panel(self) -> Panel:
+        """For `schedule.plot`."""
+        return Panel(self.plan, self.region, self.intervals)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan's text, which `schedule.text.loads` reads back."""
+        Path(path).write_text(dumps(self.plan), encoding="utf-8")
+
+    def draw(self, path: str | Path) -> Path:
+        """Draw streams over time."""
+        return timeline(self.panel, path)
+
+    def trace(self, path: str | Path) -> Path:
+        """Write a trace that opens in Perfetto."""
+        return perfetto(self.panel, path)
+
+
+def plans(model: torch.nn.Module) -> tuple[PlanInUse, ...]:
+    """The plans in use, forward before backward, in the order in which they were captured."""
+    return tuple(
+        PlanInUse(
+            entry.plan, runner.facts.region, entry.intervals, entry.program.copies, entry.source
+        )
+        for session in sessions(model)
+        for capture in session.captures
+        for runner in capture.runners
+        for entry in runner.entries.values()
+    )
+
+
+class Explanations(tuple[Explanation, ...]):
+    """One `Explanation` for each measured plan; prints as tables."""
+
+    __slots__ = ()
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of all communication time that ran beside compute, 0 to 1; 1 without any."""
+        total = sum(c.ms for e in self for c in e.collectives)
+        hidden = sum(c.hidden_ms for e in self for c in e.collectives)
+        return hidden / total if total else 1.0
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self)) or (
+            "nothing was measured yet: each context is measured at its third training step."
+        )
+
+
+def explain(model: torch.nn.Module) -> Explanations:
+    """What became of each collective, from the third call of each context, which is measured."""
+    return Explanations(
+        explain_one(used.plan, used.region, used.intervals, tuple(used.copies.items()))
+        for used in plans(model)
+        if used.intervals
+    )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors against the uncut step: |difference| / |plain|, by Euclidean norms."""
+
+    loss: float
+    gradients: Mapping[str, float]
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The gradient that differs most."""
+        return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
+
+    def __str__(self) -> str:
+        name, error = self.worst
+        return f"loss {self.loss:.2e}; worst of {len(self.gradients)} gradients {error:.2e} ({name})"
+
+
+def verify(
+    model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor] | None = None
+) -> Verification:
+    """The same step scheduled and plain; gradients, random state and buffers are put back.
+
+    Args:
+        model: compiled by `compile`, in training mode.
+        batch: keyword arguments as a mapping, positional ones as a tuple, or one tensor.
+        loss: output -> scalar; by default `output.loss`, or a tensor's mean square.
+
+    Raises:
+        CaptureError: the model is not compiled.
+    """
+    found = [dispatcher for _, dispatcher in _dispatchers(model)]
+    if not found:
+        raise CaptureError("the model is not compiled: call df.compile(model, ...) first.")
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    runs = []
+    for enabled in (True, False):
+        for dispatcher in found:
+            dispatcher.enabled = enabled
+        try:
+            with torch.random.fork_rng(cuda):
+                runs.append(_step(model, batch, loss or _loss))
+        finally:
+            for dispatcher in found:
+                dispatcher.enabled = True
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            for name, parameter in model.named_parameters():
+                parameter.grad = kept[name]
+    (loss_a, grads_a), (loss_b, grads_b) = runs
+    return Verification(
+        _error(loss_a, loss_b), {name: _error(grads_a[name], grads_b[name]) for name in grads_b}
+    )
+
+
+def _step(
+    model: torch.nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    value = loss(output)
+    value.backward()
+    return value.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _loss(output: Any) -> torch.Tensor:
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return tensor.float().square().mean()
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+    scale = b.double().norm()
+    return float((a.double() - b.double()).norm() / (scale if scale > 0 else 1.0))
