@@ -28,10 +28,11 @@ What = str | Path | Recipe | Strategy
 class _Dispatcher:
     """Stands in for a module's call: compiled in training, the host's plain forward otherwise."""
 
-    def __init__(self, module: torch.nn.Module, session: Session, name: str) -> None:
+    def __init__(
+        self, module: torch.nn.Module, session: Session, backend: Callable[..., Any]
+    ) -> None:
         self.module, self.session, self.enabled = module, session, True
         self.before = module._compiled_call_impl
-        backend = functools.partial(compile_graph, session=session, name=name)
         self.compiled = torch.compile(
             module._call_impl, backend=backend, fullgraph=session.recipe.strict
         )
@@ -61,9 +62,12 @@ def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
     recipe, strategy = _resolve(what, options)
     if next(_dispatchers(model), None) is not None:
         raise CaptureError("the model is compiled already: call df.undo(model) first.")
-    session = Session(strategy, recipe)
-    for name, module in regions(model, recipe.region):
-        dispatcher = _Dispatcher(module, session, name)
+    session, found = Session(strategy, recipe), regions(model, recipe.region)
+    # One backend object for all layers: Dynamo then lets equal layers share one graph.
+    name = found[0][0] if len(found) == 1 else f"{found[0][0].rpartition('.')[0]}.*"
+    backend = functools.partial(compile_graph, session=session, name=name)
+    for _, module in found:
+        dispatcher = _Dispatcher(module, session, backend)
         module._compiled_call_impl = dispatcher  # type: ignore[assignment]
     return model
 

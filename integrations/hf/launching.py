@@ -50,7 +50,7 @@ def apply(recipe: Recipe, *, schedule: bool = True) -> Callable[[], None]:
         plain_init(self, shard(model, recipe), args, *more, **kwargs)
         seen.append(self)
         if schedule:
-            self.add_callback(DynaFlowCallback(recipe))
+            self.add_callback(DynaFlowCallback(recipe, write=True))
 
     def validate(self: ParallelismConfig, accelerator: Any) -> None:
         on_cpus = accelerator.distributed_type == DistributedType.MULTI_CPU

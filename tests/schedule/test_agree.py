@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from dynaflow_train.errors import PlanMismatchError
 from dynaflow_train.schedule.agree import agree
@@ -40,7 +40,7 @@ def test_equal_plans_agree_again_and_again_on_one_store():
     for key in ("forward/4", "backward/4"):
         found, took = ranks(dict.fromkeys(range(3), (key, TEXT)), 3, store, key)
         assert found == {0: None, 1: None, 2: None}
-        assert took < 4
+        assert took < 4, f"took {took} s"
 
 
 def test_every_rank_names_the_one_that_differs_and_the_line():
@@ -63,6 +63,15 @@ def test_the_majority_is_right_even_against_rank_0():
 def test_equal_plans_of_different_graphs_say_so():
     found, _ = ranks({0: ("a", TEXT), 1: ("b", TEXT)}, 2)
     assert "their plans read the same, but the graphs below them differ" in (found[1] or "")
+
+
+def test_a_dead_store_is_an_error_that_names_its_host():
+    store = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    client = TCPStore("localhost", store.port, None, is_master=False)
+    del store
+    found, _ = ranks({1: ("a", TEXT)}, 2, client, limit=2)
+    assert "the process group's store failed" in (found[1] or "")
+    assert "mostly rank 0" in (found[1] or "")
 
 
 def test_a_rank_that_does_not_answer_is_named_within_the_limit():

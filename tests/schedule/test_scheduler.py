@@ -166,16 +166,42 @@ def test_a_stale_op_is_refused():
         s.execute(stale)
 
 
-def test_waits_for_tells_the_newest_collective_nobody_read():
-    s = Scheduler(llama_forward(1), FORWARD)
-    s.split(2)
-    for _ in range(2):
+def test_start_and_lead_follow_the_estimates_of_what_was_issued():
+    region = llama_forward(1)
+    times = {op.name: 4.0 if op.is_communication else 2.0 for op in region.ops}
+    s = Scheduler(region, Context("forward", batch=4, tokens=4, times=times))
+    first, second = s.split(2)
+    norm0, norm1 = s.get_ready_ops()
+    # a norm and attention, then the all_reduce, all halved
+    assert [s.lead(op) for op in (norm0, norm1)] == [(2.0, 2.0), (2.0, 2.0)]
+    for _ in range(3):  # norm, attention, all_reduce: 1 + 1 + 2 ms
+        s.execute(s.get_ready_ops(first)[0])
+    (add0,), (norm1,) = s.get_ready_ops(first), s.get_ready_ops(second)
+    assert (s.start_ms(add0), s.start_ms(norm1), s.start_ms(norm1, "copy")) == (4.0, 2.0, 0.0)
+    assert s.lead(add0) == (3.0, 2.0)
+    assert (s.waits_for(add0), s.waits_for(norm1)) == (2, -1)
+    s.execute(norm1)
+    assert (s.start_ms(add0), s.start_ms(*s.get_ready_ops(second))) == (4.0, 3.0)
+    s.execute(s.get_ready_ops(second)[0])
+    assert s.start_ms(add0) == 4.0
+    assert s.waits_for(add0) == -1  # it has ended, by the measured times
+
+
+def test_without_measured_times_a_collective_is_under_way_until_something_reads_it():
+    s = Scheduler(llama_forward(1, comm_bytes=1), FORWARD)
+    first, second = s.split(2)
+    for part in (first, second):
         for _ in range(3):
-            s.execute(s.get_ready_ops(s.micro_batches[len(s.launches) // 3])[0])
+            s.execute(s.get_ready_ops(part)[0])
     add0, add1 = s.get_ready_ops()
     assert (s.waits_for(add0), s.waits_for(add1)) == (2, 5)
     s.execute(add1)
-    assert s.waits_for(add0) is None  # collectives end in order: the later one tells
+    assert s.waits_for(add0) == -1  # collectives of one stream end in order
+
+
+def test_what_no_collective_needs_has_no_lead():
+    s = Scheduler(two_branches(), FORWARD)
+    assert {s.lead(op) for op in s.get_ready_ops()} == {(float("inf"), 0.0)}
 
 
 class Unpacks(Strategy):
