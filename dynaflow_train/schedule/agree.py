@@ -44,7 +44,13 @@ def agree(  # noqa: PLR0913 - two things to compare, and who compares them
         store.set(f"{prefix}/{rank}/text", plan_text)
         store.set(f"{prefix}/{rank}/hash", plan_hash)
         silent = _silent(store, [f"{prefix}/{each}/hash" for each in range(world_size)], deadline)
-        if not silent:
+        if silent:
+            message = (
+                f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
+                f"{world_size} did not answer. A rank may have died, run another model or shape, "
+                f"or may still compile: look at its log, or raise the time limit."
+            )
+        else:
             hashes = [store.get(f"{prefix}/{each}/hash").decode() for each in range(world_size)]
             if len(set(hashes)) == 1:
                 return
@@ -54,12 +60,6 @@ def agree(  # noqa: PLR0913 - two things to compare, and who compares them
             f"rank {rank} could not compare its plan of {key}: the process group's store failed "
             f"({error}). The rank that hosts it, mostly rank 0, may have died: look at its log."
         ) from error
-    if silent:
-        message = (
-            f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
-            f"{world_size} did not answer. A rank may have died, may run another model or shape, "
-            f"or may still compile: look at its log, or raise the time limit."
-        )
     raise PlanMismatchError(message)
 
 
