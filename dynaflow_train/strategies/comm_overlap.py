@@ -30,9 +30,14 @@ class CommOverlap(Strategy):
     max_wgrads: int = 8
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn"),
-        SplitModule("*.mlp|*.feed_forward|*.ffn"),
+        SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
+        SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
     )
+
+    @property
+    def most_micro_batches(self) -> int:
+        """It never cuts."""
+        return 1
 
     def schedule(self, s: Scheduler) -> None:
         """The most urgent ready op, again and again."""

@@ -30,6 +30,11 @@ class DualBatch(CommOverlap):
     micro_batches: int = 2
     merge_wgrads: bool = False
 
+    @property
+    def most_micro_batches(self) -> int:
+        """As many as it is told."""
+        return self.micro_batches
+
     def split(self, s: Scheduler) -> None:
         """Cut the batch."""
         s.split(self.micro_batches)

@@ -27,6 +27,11 @@ class NanoFlow(DualBatch):
 
     name: ClassVar[str] = "nanoflow"
 
+    @property
+    def most_micro_batches(self) -> int:
+        """As many as it is told."""
+        return len(self.sizes) or self.micro_batches
+
     def split(self, s: Scheduler) -> None:
         """Cut the batch."""
         s.split(self.sizes or self.micro_batches)

@@ -186,3 +186,14 @@ def test_wrong_names_and_values_name_the_nearest(name, parameters, message):
 def test_names_are_the_files():
     for strategy in BUILT_IN:
         assert strategy.__module__ == f"dynaflow_train.strategies.{strategy.name}"
+
+
+def test_each_says_how_many_micro_batches_it_cuts_into():
+    most = {
+        get("sequential"): 1,
+        get("comm_overlap"): 1,
+        get("dual_batch", micro_batches=3): 3,
+        get("nanoflow"): 2,
+        get("nanoflow", sizes=[1, 1, 2]): 3,
+    }
+    assert {strategy: strategy.most_micro_batches for strategy in most} == most
