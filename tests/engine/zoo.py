@@ -1,0 +1,468 @@
+"""Small models of every odd kind, each with its inputs and what the engine has to do with it.
+
+A case says how to make a module and a batch of inputs, on which dimension the batch lies, and which
+operators mix samples (`mixes`: they must run merged). `whole` cases have nothing to cut at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, LENGTH, VOCABULARY = 6, 5, 11
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        make: the module, with random parameters.
+        inputs: batch size -> inputs.
+        batch_dim: where the batch lies in the first input.
+        mixes: operators that must run merged, as the report names them.
+        whole: nothing of it may be cut; the plan is sequential.
+        tables: buffers that training changes, compared too.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], Inputs]
+    batch_dim: int = 0
+    mixes: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def rows(*shape: int) -> Callable[[int], Inputs]:
+    """One input [batch, *shape]."""
+    return lambda b: (torch.randn(b, *shape),)
+
+
+def second(*shape: int) -> Callable[[int], Inputs]:
+    """One input [shape[0], batch, *shape[1:]]."""
+    return lambda b: (torch.randn(shape[0], b, *shape[1:]),)
+
+
+def ids(b: int) -> Inputs:
+    """Token ids [batch, length]."""
+    return (torch.randint(VOCABULARY, (b, LENGTH)),)
+
+
+class Function(nn.Module):
+    """A function of the inputs after a linear layer, which gives it parameters and a backward."""
+
+    def __init__(self, function: Callable[..., object], width: int = WIDTH) -> None:
+        super().__init__()
+        self.lin, self.function = nn.Linear(width, width), function
+
+    def forward(self, x: Tensor, *more: Tensor) -> object:
+        return self.function(torch.tanh(self.lin(x)), *more)
+
+
+def of(function: Callable[..., object], inputs: object = None, **fields: object) -> Case:
+    """A case of one function of [batch, WIDTH]."""
+    return Case(lambda: Function(function), inputs or rows(WIDTH), **fields)
+
+
+class Block(nn.Module):
+    """A transformer layer: causal attention and MLP, [b, s, h]; `order` "sbh" for [s, b, h]."""
+
+    def __init__(self, order: str = "bsh", heads: int = 2, width: int = 8) -> None:
+        super().__init__()
+        self.order, self.heads = order, heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width))
+
+    def attention(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.order == "sbh":
+            return self.attend(x.transpose(0, 1), mask, rotary).transpose(0, 1)
+        return self.attend(x, mask, rotary)
+
+    def attend(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if rotary is not None:
+            cos, sin = rotary
+            q, k = (t * cos + t.flip(-1) * sin for t in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor:
+        rotary = None if cos is None or sin is None else (cos, sin)
+        x = x + self.attention(self.norm1(x), mask, rotary)
+        return x + self.mlp(self.norm2(x))
+
+
+class CausalLM(nn.Module):
+    """Embedding, blocks, tied head, cross-entropy over shifted labels: mean over valid tokens."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.norm(self.blocks(self.embed(tokens))) @ self.embed.weight.T
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=-100)
+        return loss, logits
+
+
+def labelled(b: int) -> Inputs:
+    """Tokens and labels with uneven numbers of valid ones in each sample."""
+    tokens = ids(b)[0]
+    labels = tokens.clone()
+    for sample in range(b):
+        labels[sample, : sample % LENGTH] = -100
+    return tokens, labels
+
+
+class Conv(nn.Module):
+    """Convolutions, pooling, normalisation in groups, a linear head."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = lambda c: nn.GroupNorm(2, c)) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), norm(4), nn.SiLU(), nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Outputs(nn.Module):
+    """Many outputs: [b, h], [h, b], [b, s, s], a scalar of parameters, one of all samples, ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.lin(x)
+        return {
+            "plain": y, "turned": y.permute(2, 1, 0), "pairs": [torch.bmm(y, x.transpose(1, 2))],
+            "penalty": (self.lin.weight**2).sum(), "loss": y.square().mean(), "best": y.argmax(-1),
+        }
+
+
+class Shared(nn.Module):
+    """One layer used twice, one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.lin.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.lin(self.lin(x)))) + x @ self.lin.weight
+
+
+class Views(nn.Module):
+    """Inputs, and views of them, among the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = self.lin(x)
+        return x, x[:, 1:3], y.transpose(0, 1), z, z[:, :2], z.view(-1, 2, 3), self.lin.weight.T
+
+
+class Counting(nn.Module):
+    """Changes buffers: a running sum over the samples, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        with torch.no_grad():
+            self.steps += 1
+            self.mean.mul_(0.9).add_(y.float().mean(0), alpha=0.1)
+        return y * self.mean.to(y.dtype)
+
+
+class Attached(nn.Module):
+    """Adds to an input in place and to a slice of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        y = self.lin(x).clone()
+        y[:, 1:3] *= 2
+        state.add_(y.detach())
+        return y + state
+
+
+class Recurrent(nn.Module):
+    """A state per sample made inside, and a cell run over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], WIDTH)
+        states = []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Double(torch.autograd.Function):
+    """Writes in place into what it returns, as Megatron's mappings do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        y.mul_(2)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def by_samples(x: Tensor) -> Tensor:
+    """Numbers and tables that depend on which sample, and how many, there are."""
+    b = x.shape[0]
+    place = torch.arange(b, device=x.device, dtype=x.dtype)
+    return x * (1 + place)[:, None] / b
+
+
+def contrast(x: Tensor) -> Tensor:
+    """In-batch contrastive loss."""
+    return F.cross_entropy((x @ x.T).float() / 0.5, torch.arange(x.shape[0], device=x.device))
+
+
+def flat_tokens(x: Tensor) -> Tensor:
+    """[b, s, h] -> [b * s, h], left flat."""
+    return x.view(-1, x.shape[-1]) * 2
+
+
+TABLE = torch.linspace(-1, 1, 32 * WIDTH).view(32, WIDTH)
+
+
+def with_mask(shape: Callable[[int], tuple[int, ...]]) -> Callable[[int], Inputs]:
+    """[b, s, 8] and an additive mask of the given shape."""
+    return lambda b: (torch.randn(b, LENGTH, 8), torch.randn(shape(b)))
+
+
+def with_rotary(*front: str) -> Callable[[int], Inputs]:
+    """[b, s, 8], no mask, tables [*front, s, 4]; "b" is the batch, "1" a dimension of one."""
+
+    def make(b: int) -> Inputs:
+        angle = torch.randn(*({"b": b, "1": 1}[f] for f in front), LENGTH, 4)
+        return (torch.randn(b, LENGTH, 8), None, angle.cos(), angle.sin())  # type: ignore[return-value]
+
+    return make
+
+
+def bool_mask(b: int) -> Inputs:
+    """[b, s, 8] and a boolean mask [b, 1, s, s], lower triangular with a length per sample."""
+    lengths = torch.arange(b) % LENGTH + 1
+    allowed = torch.arange(LENGTH)[None, :] < lengths[:, None]
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return torch.randn(b, LENGTH, 8), causal & (allowed[:, None, None] | torch.eye(LENGTH).bool())
+
+
+def picked(b: int) -> Inputs:
+    """[b, h] and one index per sample."""
+    return torch.randn(b, WIDTH), torch.randint(WIDTH, (b,))
+
+
+SPLIT: dict[str, Case] = {
+    "mlp": Case(
+        lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)), rows(WIDTH)
+    ),
+    "bias_free": Case(lambda: nn.Linear(WIDTH, WIDTH, bias=False), rows(LENGTH, WIDTH)),
+    "block": Case(Block, rows(LENGTH, 8)),
+    "block_sbh": Case(lambda: Block("sbh"), second(LENGTH, 8), batch_dim=1),
+    "conv": Case(Conv, rows(2, 8, 8)),
+    "instance_norm": Case(lambda: Conv(nn.InstanceNorm2d), rows(2, 8, 8)),
+    "shared": Case(Shared, rows(WIDTH)),
+    "views": Case(Views, lambda b: (torch.randn(b, WIDTH), torch.randn(b, 3))),
+    "recurrent": Case(Recurrent, rows(3, WIDTH)),
+    "in_place": Case(Attached, lambda b: (torch.randn(b, WIDTH), torch.zeros(b, WIDTH))),
+    "flat_bs": of(flat_tokens, rows(LENGTH, WIDTH)),
+    "flat_sb": of(flat_tokens, second(LENGTH, WIDTH), batch_dim=1),
+    "flat_input": of(lambda x: (x.view(-1, 2, WIDTH) * 2).sum(1), lambda b: rows(WIDTH)(2 * b)),
+    "function": of(lambda x: Double.apply(x) + x),
+    "mask_shared": Case(Block, with_mask(lambda b: (LENGTH, LENGTH))),
+    "mask_of_one": Case(Block, with_mask(lambda b: (1, 1, LENGTH, LENGTH))),
+    "mask_batch": Case(Block, with_mask(lambda b: (b, 1, LENGTH, LENGTH))),
+    "mask_bool": Case(Block, bool_mask),
+    "rotary_shared": Case(Block, with_rotary()),
+    "rotary_of_one": Case(Block, with_rotary("1", "1")),
+    "rotary_batch": Case(Block, with_rotary("b", "1")),
+    "expand": of(
+        lambda x: torch.cat([x.new_ones(1, 1, WIDTH).expand(x.shape[0], 1, WIDTH), x], 1).mean(1),
+        rows(LENGTH, WIDTH),
+    ),
+    "einsum": of(lambda x: torch.einsum("bsh,bth->bst", x, x).softmax(-1), rows(LENGTH, WIDTH)),
+    "stack": of(lambda x: torch.stack([x, x * 2, x.flip(-1)], 1).amax(1)),
+    "topk": of(lambda x: x.topk(3, -1).values * x.sort(-1).values[:, :3]),
+    "gather": of(lambda x, i: x.gather(1, i[:, None]), picked),
+    "one_hot": of(lambda x, i: x * F.one_hot(i, WIDTH).to(x.dtype), picked),
+    "loss_per_sample": of(lambda x, i: F.cross_entropy(x.float(), i, reduction="none"), picked),
+    "doubled": of(lambda x: torch.cat([x, x * 2], 0)),
+    "doubled_back": of(lambda x: sum(torch.cat([x, x * 2], 0).chunk(2))),
+    "turned": of(lambda x: x.T.contiguous() * 2),
+    "norms": of(lambda x: x / x.norm(dim=-1, keepdim=True) + x.std(-1, keepdim=True)),
+    "padded": of(lambda x: F.pad(x, (1, 1))),
+}
+
+MIXING: dict[str, Case] = {
+    "causal_lm": Case(CausalLM, labelled, mixes=("div",)),
+    "outputs": Case(Outputs, rows(LENGTH, WIDTH), mixes=("mean",)),
+    "batch_norm": Case(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+        rows(WIDTH), mixes=("var_mean",),
+    ),
+    "batch_norm_2d": Case(lambda: Conv(nn.BatchNorm2d), rows(2, 8, 8), mixes=("var_mean",)),
+    "contrast": of(contrast, mixes=("mm",)),
+    "softmax": of(lambda x: x.softmax(0), mixes=("softmax|amax",)),
+    "cumsum": of(lambda x: x.cumsum(0), mixes=("cumsum",)),
+    "flip": of(lambda x: x.flip(0) * x, mixes=("flip",)),
+    "roll": of(lambda x: x.roll(1, 0) * x, mixes=("index|roll|cat|slice",)),
+    "sort": of(lambda x: x.sort(0).values, mixes=("sort",)),
+    "buffers": Case(Counting, rows(WIDTH), mixes=("mean",)),
+    "mean_centred": of(lambda x: x - x.mean(0), mixes=("mean",)),
+    "sum_expanded": of(
+        lambda x: x - x.sum(0, keepdim=True).expand(x.shape[0], -1) / 3, mixes=("sub|expand",)
+    ),
+    "sum_floored": of(
+        lambda x: x * torch.div(x.sum(0), 0.3, rounding_mode="floor"), mixes=("div",)
+    ),
+    "sum_as_bool": of(lambda x: x * x.sum(0).bool() * x.sum(0).int(), mixes=("convert|copy|ne",)),
+    "gram": of(lambda x: x @ torch.tanh(x.T @ x), mixes=("tanh",)),
+    "std": of(lambda x: x / x.std(0), mixes=("var",)),
+    "rms_of_all": of(lambda x: x * x.square().mean().rsqrt(), mixes=("mean",)),
+    "by_samples": of(by_samples, mixes=("arange|iota",)),
+    "table_by_sample": of(
+        lambda x: x + TABLE[: x.shape[0]].to(x.dtype), mixes=("slice",)
+    ),
+    "gather_from_table": of(
+        lambda x, i: x[:, :1] * TABLE.to(x.dtype).gather(1, i[:, None]), picked, mixes=("gather",)
+    ),
+    "select_columns": of(
+        lambda x, i: x + TABLE.T.to(x.dtype).index_select(1, i).T, picked, mixes=("",)
+    ),
+    "square": of(lambda x: (x @ x.T + torch.ones(x.shape[0], x.shape[0]).triu()).sum(1).to(x.dtype),
+                 mixes=("mm",)),
+    "picked_rows": of(
+        lambda x, i: x[torch.arange(x.shape[0]), i] * x[0, 0], picked, mixes=("select|index",)
+    ),
+    "pairs": of(lambda x: torch.cdist(x.float(), x.float()).sum(1), mixes=("",)),
+    "half": of(lambda x: torch.cat([x[::2], x[1::2]], 0), mixes=("slice",)),
+    "neighbours": of(lambda x: x[1:] * x[:-1], mixes=("slice",)),
+    "transposed_into": of(lambda x: x.view(x.shape[0], 2, 3).transpose(0, 1).reshape(-1, 3)),
+    "segments": of(
+        lambda x, i: x.new_zeros(WIDTH, WIDTH).index_add(0, i, x).tanh()[i], picked,
+        mixes=("tanh",),
+    ),
+    "cosine_loss": of(
+        lambda x, i: (
+            F.cross_entropy(x.float(), i, label_smoothing=0.1)
+            + F.mse_loss(x.float(), TABLE[i]) + F.smooth_l1_loss(x.float(), TABLE[i])
+            + F.kl_div(x.float().log_softmax(-1), TABLE[i].softmax(-1), reduction="batchmean")
+            + F.binary_cross_entropy_with_logits(x.float(), TABLE[i].sigmoid())
+        ), picked, mixes=("div|mean",),
+    ),
+}
+
+ALL: dict[str, Case] = {**SPLIT, **MIXING}
+
+
+def leaves(value: object) -> list[Tensor]:
+    """All tensors of nested outputs, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for part in value for t in leaves(part)] if isinstance(value, list | tuple) else []
+
+
+def weighted(outputs: object) -> Tensor:
+    """A loss in which every element of every floating output counts differently."""
+    total = torch.zeros((), dtype=torch.float64)
+    for out in leaves(outputs):
+        if out.is_floating_point():
+            weight = torch.sin(torch.arange(out.numel(), dtype=torch.float64) + 1).view(out.shape)
+            total = total + (out.double() * weight).sum() / math.sqrt(out.numel())
+    return total
+
+
+@dataclass(frozen=True)
+class Result:
+    """One step: loss, outputs, gradients of parameters and inputs, buffers, all by name."""
+
+    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def worst(self, other: Result) -> dict[str, float]:
+        """Relative error of each of our tensors against another's."""
+        assert self.tensors.keys() == other.tensors.keys()
+        return {k: error(self.tensors[k], v) for k, v in other.tensors.items()}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted|, by norms; infinite when shapes or dtypes kinds differ."""
+    if found.shape != wanted.shape:
+        return math.inf
+    found, wanted = found.double(), wanted.double()
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / size if size > 1e-12 else found.norm().item()
+
+
+def step(model: nn.Module, inputs: Inputs, loss: Callable[[object], Tensor] = weighted) -> Result:
+    """Forward, backward; gradients are those of this step alone."""
+    model.zero_grad(set_to_none=True)
+    given = [
+        x.detach().clone().requires_grad_(x.is_floating_point() and not _is_state(model, i))
+        if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
+    ]
+    outputs = model(*given)
+    total = loss(outputs)
+    total.backward()
+    found = {"loss": total.detach()}
+    found.update({f"output {i}": t.detach().clone() for i, t in enumerate(leaves(outputs))})
+    found.update({f"input {i}": x.detach() for i, x in enumerate(given) if isinstance(x, Tensor)})
+    found.update({
+        f"gradient of input {i}": x.grad for i, x in enumerate(given)
+        if isinstance(x, Tensor) and x.grad is not None
+    })
+    found.update({
+        f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    })
+    found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+    return Result(found)
+
+
+def _is_state(model: nn.Module, index: int) -> bool:
+    return isinstance(model, Attached) and index == 1
+
+
+def cast(value: Inputs, dtype: torch.dtype) -> Inputs:
+    """Floating tensors in another dtype."""
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in value
+    )
