@@ -162,7 +162,8 @@ class Builder(Memory):
                 self.sums[value] = (slot, block.launch)
                 continue
             left, before = self.sums[value]
-            in_place = self.slots[left].fresh and self.layout.read[value] == {self.everything}
+            known, alone = self.slots[left], self.layout.read[value] == {self.everything}
+            in_place = known.fresh and alone and not known.meta.is_expanded
             out = left if in_place else self._new(self.slots[left].meta, block.lane)
             block.steps.append(Sum(out, left, slot, in_place))
             self.slots[left].readers.append(block.launch)

@@ -66,8 +66,7 @@ class _Writer:
             case Restride(out, source, meta):
                 made = self.bind("m", meta)
                 self.lines.append(
-                    f"s{out} = s{source} if s{source}.stride() == {made}.stride else "
-                    f"{made}.empty().copy_(s{source})"
+                    f"s{out} = s{source} if {made}.fits(s{source}) else {made}.copy_of(s{source})"
                 )
 
     def block(self, block: Block) -> None:

@@ -23,7 +23,7 @@ from dynaflow_train.execute.lanes import Lanes, lanes_for
 from dynaflow_train.execute.layout import Span
 from dynaflow_train.execute.measure import measure
 from dynaflow_train.execute.memory import Argument, Result, Setting
-from dynaflow_train.execute.meta import Meta
+from dynaflow_train.execute.meta import NOTHING, Meta
 from dynaflow_train.execute.program import Program
 from dynaflow_train.ir import Interval, Plan, Region
 
@@ -223,7 +223,10 @@ class Runner:
         )
         for index, node in enumerate(nodes):
             value = arguments[index]
-            if isinstance(node.meta.get("val"), torch.SymInt) or not isinstance(value, torch.Tensor):
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                continue
+            if not isinstance(value, torch.Tensor):  # opaque (a mesh): only handed through
+                found.append(Argument(index, node.name, everything, NOTHING))
                 continue
             if node.name.startswith("dynaflow_slot_"):
                 continue
