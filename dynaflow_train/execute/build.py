@@ -37,6 +37,7 @@ class Builder(Memory):
     def __init__(self, region: Region, plan: Plan, setting: Setting) -> None:
         super().__init__(region, plan, setting)
         self.extra_waits: dict[int, set[int]] = {}
+        self.saved_apart: set[str] = set()  # results wanted piece by piece: never added into
 
     def build(self, arguments: Sequence[Argument], results: Sequence[Result]) -> Program:
         """Decide everything.
@@ -48,6 +49,7 @@ class Builder(Memory):
         for argument in arguments:
             given.setdefault(argument.value, []).append(argument.span)
         wanted = {r.value for r in results if r.value and r.piece is None}
+        self.saved_apart = {r.value for r in results if r.value and r.piece is not None}
         self.layout = lay_out(
             self.region, self.plan, {k: tuple(v) for k, v in given.items()}, wanted
         )
@@ -163,6 +165,7 @@ class Builder(Memory):
                 continue
             left, before = self.sums[value]
             known, alone = self.slots[left], self.layout.read[value] == {self.everything}
+            alone = alone and value not in self.saved_apart  # the backward wants the addends
             in_place = known.fresh and alone and not known.meta.is_expanded
             out = left if in_place else self._new(self.slots[left].meta, block.lane)
             block.steps.append(Sum(out, left, slot, in_place))

@@ -115,11 +115,25 @@ def _copy(
     node: fx.Node, new: fx.Graph, sizes: Sizes, nodes: dict, fakes: dict, mode: FakeTensorMode
 ) -> None:
     args, kwargs = _sized_args(node, sizes, nodes)
-    nodes[node] = new.create_node("call_function", node.target, args, kwargs, node.name)
     fake_args, fake_kwargs = _sized_args(node, sizes, fakes)
+    target = node.target
     with mode:
-        fakes[node] = node.target(*fake_args, **fake_kwargs)  # type: ignore[operator]
+        if target in _VIEWS and not _is_viewable(*fake_args):
+            target = torch.ops.aten.reshape.default  # rows of a micro-batch stand apart: [s, b, h]
+        fakes[node] = target(*fake_args, **fake_kwargs)  # type: ignore[operator]
+    nodes[node] = new.create_node("call_function", target, args, kwargs, node.name)
     nodes[node].meta["val"] = fakes[node]
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _is_viewable(tensor: torch.Tensor, shape: list[int]) -> bool:
+    try:
+        tensor.view(shape)
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -19,7 +19,16 @@ import sympy
 import torch
 from torch import fx
 
-from dynaflow_train.split.axis import OWN, PARTIAL, SHARED, WHOLE, Info, MixesSamples, batch_dims
+from dynaflow_train.split.axis import (
+    OWN,
+    PARTIAL,
+    SHARED,
+    WHOLE,
+    Info,
+    MixesSamples,
+    batch_dims,
+    expr,
+)
 from dynaflow_train.split.rules import Call, Result, whole
 from dynaflow_train.split.table import LINEAR, Rules, packet_name
 
@@ -94,7 +103,8 @@ def _decide(
     if WHOLE in (found.infos.get(a) for a in call.tensors):
         return "merged", whole(call), "an input is only known for the whole batch"
     if "partial" in kinds:
-        if name in LINEAR or _linear_pair(node, found, name):
+        linear = name in LINEAR and _keeps_sums(node) or _linear_pair(node, found, name)
+        if linear and not sized:
             return "split", _like(node, PARTIAL), None
         return "merged", whole(call), "it needs a sum over the whole batch"
     if "own" in kinds and "batch" not in kinds and not sized:
@@ -102,14 +112,46 @@ def _decide(
     if rule is None:
         return "merged", whole(call), "no rule says that it keeps samples apart"
     try:
-        return "split", rule(call), None
+        result = rule(call)
+        _check_sizes(result, node.meta.get("val"), symbol)
     except MixesSamples as verdict:
         return "merged", whole(call), str(verdict)
+    return "split", result, None
+
+
+def _check_sizes(result: Result, value: object, symbol: sympy.Symbol) -> None:
+    """Whatever a rule says: one dimension grows with the batch, the axis, and just as it says.
+
+    Raises:
+        MixesSamples: a table cut to the batch size, a dimension expanded to it, samples times
+            samples.
+    """
+    infos = result if isinstance(result, tuple) else (result,)
+    for info, tensor in zip(infos, _tensors(value), strict=False):
+        dims = batch_dims(tensor.shape, symbol)
+        if dims != ([] if info.axis is None else [info.axis.dim]):
+            raise MixesSamples(f"its result {list(tensor.shape)} grows with the batch elsewhere")
+        if info.axis is not None:
+            size = info.axis.outer * symbol * info.axis.inner
+            if sympy.expand(expr(tensor.shape[info.axis.dim]) - size) != 0:
+                raise MixesSamples(f"its result {list(tensor.shape)} holds part of the batch")
+
+
+def _keeps_sums(node: fx.Node) -> bool:
+    """Whether a linear operator stays linear: a sum cast to whole numbers or truth does not."""
+    source, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return True
+    if result.dtype == torch.bool:
+        return False
+    return not source.dtype.is_floating_point or result.dtype.is_floating_point
 
 
 def _linear_pair(node: fx.Node, found: Analysis, name: str) -> bool:
     """`add(partial, partial)`, `mul(partial, shared)`, `div(partial, shared)` stay sums."""
     if name not in ("add", "sub", "mul", "div") or len(node.args) < 2:
+        return False
+    if node.kwargs.get("rounding_mode") is not None or not _keeps_sums(node):
         return False
     partial = [
         isinstance(a, fx.Node) and found.infos.get(a) == PARTIAL for a in node.args[:2]

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from dynaflow_train.ir import Axis
 from dynaflow_train.split.axis import (
     OWN,
     PARTIAL,
@@ -122,10 +123,10 @@ def along(dim_index: int, name: str = "dim", default: Any = -1) -> Rule:
     """softmax, cumsum, sort, flip, gather, …: fine unless they work along the batch."""
 
     def rule(call: Call) -> Result:
-        batches = {call.info(a).axis for a in call.tensors if call.info(a).axis is not None}
-        if len(batches) > 1:
-            raise MixesSamples("its inputs carry the batch on different dimensions")
+        batches = {call.info(a).axis for a in call.tensors}
         axis = batches.pop()
+        if axis is None or batches:  # rows of one tensor go with the same rows of the other
+            raise MixesSamples("its inputs carry the batch on different dimensions")
         ndim = max(call.value(a).dim() for a in call.tensors)
         if axis.dim in dims_of(call.arg(dim_index, name, default), ndim):
             raise MixesSamples(f"it works along dimension {axis.dim}, the batch")
@@ -245,6 +246,27 @@ def cat(call: Call) -> Result:
     return Info("batch", axes[0])
 
 
+def scatter_slice(call: Call) -> Result:
+    """slice_scatter, select_scatter: a part of each sample is replaced by a part made per sample."""
+    base, part = (call.info(a).axis for a in call.node.args[:2])
+    dim = int(call.arg(2, "dim", 0)) % call.out.dim()
+    gone = call.value(call.node.args[1]).dim() < call.out.dim()
+    if base is None or part is None or base.dim == dim:
+        raise MixesSamples("it writes samples into one tensor")
+    if part != Axis(base.dim - (gone and dim < base.dim), base.outer, base.inner):
+        raise MixesSamples("its inputs carry the batch on different dimensions")
+    return Info("batch", base)
+
+
+def pad(call: Call) -> Result:
+    """constant_pad_nd(x, [last left, last right, …]): fine unless along the batch."""
+    axis, ndim = call.info(call.node.args[0]).axis, call.out.dim()
+    padded = [ndim - 1 - i // 2 for i, by in enumerate(call.node.args[1]) if by != 0]
+    if axis is not None and axis.dim in padded:
+        raise MixesSamples("it pads the batch")
+    return call.info(call.node.args[0])
+
+
 def matmul(call: Call) -> Result:
     """mm, bmm, addmm, baddbmm: rows, columns or leading dimension; a contraction is an addend."""
     args = call.node.args[-2:]
@@ -349,7 +371,7 @@ def index(call: Call) -> Result:
 def index_put(call: Call) -> Result:
     """Rows added into zeros (the backward of an embedding): an addend per micro-batch."""
     base = call.node.args[0]
-    zero = isinstance(base, fx.Node) and (
+    zero = isinstance(base, fx.Node) and base.op == "call_function" and (
         ("full" in str(base.target) and base.args[-1] == 0) or "zeros" in str(base.target)
     )
     if call.arg(3, "accumulate", False) and zero and call.info(base).axis is None:

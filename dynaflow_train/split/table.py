@@ -10,7 +10,7 @@ from dynaflow_train.split import rules as r
 _POINTWISE = """where copy _to_copy fma addcmul addcdiv lerp clamp threshold_backward gelu_backward
 silu_backward sigmoid_backward tanh_backward native_dropout_backward masked_fill nan_to_num
 _conj real imag isnan isinf to prims.convert_element_type prims.fma hardtanh_backward
-leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward mse_loss_backward"""
+leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward"""
 _SAME = """clone detach alias contiguous lift_fresh_copy lift_fresh view_of view.dtype
 _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor
 _c10d_functional_autograd.wait_tensor prims.inductor_force_stride_order full_like zeros_like
@@ -21,7 +21,8 @@ _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_flash_atten
 _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
 _scaled_dot_product_flash_attention_for_cpu_backward max_pool2d_with_indices
 max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
-_adaptive_avg_pool2d_backward _low_memory_max_pool_with_offsets native_group_norm
+_adaptive_avg_pool2d_backward prims._low_memory_max_pool_with_offsets
+prims._low_memory_max_pool_offsets_to_indices
 upsample_nearest2d upsample_bilinear2d"""
 _CREATE = """full zeros ones empty new_zeros new_ones new_full new_empty rand randn
 empty_strided prims.inductor_random prims.inductor_seed prims.inductor_seeds
@@ -56,15 +57,15 @@ def _table() -> dict[str, r.Rule]:
         ("index _unsafe_index", r.index),
         ("index_put _unsafe_index_put", r.index_put),
         ("native_dropout bernoulli rand_like randn_like", r.random_like),
-        ("_softmax _log_softmax cumsum cumprod logcumsumexp gather index_select", r.along(1)),
+        ("_softmax _log_softmax cumsum cumprod logcumsumexp gather", r.along(1)),
         ("scatter scatter_add scatter_reduce", r.along(1)),
         ("_softmax_backward_data _log_softmax_backward_data", r.along(2)),
         ("sort argsort", r.along(1)),
         ("topk", r.along(2)),
-        ("flip", r.along(1, "dims")),
+        ("flip prims.rev", r.along(1, "dims")),
         ("roll", r.along(2, "dims", None)),
-        ("slice_scatter select_scatter", r.along(2, "dim", 0)),
-        ("slice_backward select_backward", r.along(2)),
+        ("slice_scatter select_scatter", r.scatter_slice),
+        ("constant_pad_nd", r.pad),
         ("sum", r.reduction(sums=True)),
         ("mean amax amin any all argmax argmin prod logsumexp max min", r.reduction()),
         ("var std var_mean", r.reduction(keepdim_index=3)),

@@ -70,6 +70,17 @@ def of(function: Callable[..., object], inputs: object = None, **fields: object)
     return Case(lambda: Function(function), inputs or rows(WIDTH), **fields)
 
 
+class Net(nn.Module):
+    """Modules of torch one after another, called from a frame that Dynamo traces."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
 class Block(nn.Module):
     """A transformer layer: causal attention and MLP, [b, s, h]; `order` "sbh" for [s, b, h]."""
 
@@ -292,9 +303,9 @@ def picked(b: int) -> Inputs:
 
 SPLIT: dict[str, Case] = {
     "mlp": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)), rows(WIDTH)
+        lambda: Net(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)), rows(WIDTH)
     ),
-    "bias_free": Case(lambda: nn.Linear(WIDTH, WIDTH, bias=False), rows(LENGTH, WIDTH)),
+    "bias_free": Case(lambda: Net(nn.Linear(WIDTH, WIDTH, bias=False)), rows(LENGTH, WIDTH)),
     "block": Case(Block, rows(LENGTH, 8)),
     "block_sbh": Case(lambda: Block("sbh"), second(LENGTH, 8), batch_dim=1),
     "conv": Case(Conv, rows(2, 8, 8)),
@@ -305,7 +316,6 @@ SPLIT: dict[str, Case] = {
     "in_place": Case(Attached, lambda b: (torch.randn(b, WIDTH), torch.zeros(b, WIDTH))),
     "flat_bs": of(flat_tokens, rows(LENGTH, WIDTH)),
     "flat_sb": of(flat_tokens, second(LENGTH, WIDTH), batch_dim=1),
-    "flat_input": of(lambda x: (x.view(-1, 2, WIDTH) * 2).sum(1), lambda b: rows(WIDTH)(2 * b)),
     "function": of(lambda x: Double.apply(x) + x),
     "mask_shared": Case(Block, with_mask(lambda b: (LENGTH, LENGTH))),
     "mask_of_one": Case(Block, with_mask(lambda b: (1, 1, LENGTH, LENGTH))),
@@ -335,7 +345,7 @@ MIXING: dict[str, Case] = {
     "causal_lm": Case(CausalLM, labelled, mixes=("div",)),
     "outputs": Case(Outputs, rows(LENGTH, WIDTH), mixes=("mean",)),
     "batch_norm": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
+        lambda: Net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
         rows(WIDTH), mixes=("var_mean",),
     ),
     "batch_norm_2d": Case(lambda: Conv(nn.BatchNorm2d), rows(2, 8, 8), mixes=("var_mean",)),
@@ -372,7 +382,7 @@ MIXING: dict[str, Case] = {
     "picked_rows": of(
         lambda x, i: x[torch.arange(x.shape[0]), i] * x[0, 0], picked, mixes=("select|index",)
     ),
-    "pairs": of(lambda x: torch.cdist(x.float(), x.float()).sum(1), mixes=("",)),
+    "pairs": of(lambda x: torch.cdist(x.float(), x.float().flip(0) + 3).sum(1), mixes=("",)),
     "half": of(lambda x: torch.cat([x[::2], x[1::2]], 0), mixes=("slice",)),
     "neighbours": of(lambda x: x[1:] * x[:-1], mixes=("slice",)),
     "transposed_into": of(lambda x: x.view(x.shape[0], 2, 3).transpose(0, 1).reshape(-1, 3)),
@@ -380,7 +390,10 @@ MIXING: dict[str, Case] = {
         lambda x, i: x.new_zeros(WIDTH, WIDTH).index_add(0, i, x).tanh()[i], picked,
         mixes=("tanh",),
     ),
-    "cosine_loss": of(
+    "tokens_in_pairs": of(
+        lambda x: (x.view(-1, 2, WIDTH) * 2).sum(1), lambda b: rows(WIDTH)(2 * b), mixes=("view",)
+    ),
+    "losses": of(
         lambda x, i: (
             F.cross_entropy(x.float(), i, label_smoothing=0.1)
             + F.mse_loss(x.float(), TABLE[i]) + F.smooth_l1_loss(x.float(), TABLE[i])
