@@ -68,7 +68,7 @@ class DynaFlowCallback(TrainerCallback):
         self._meter.stop()
         if not self._told:
             self._told = True
-            logger.warning("%s", report.captured(model))
+            logger.warning("%s", report.captured(model))  # a level that Trainer's users see
 
     def on_log(
         self,
@@ -79,13 +79,14 @@ class DynaFlowCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Add our numbers to the logs of a training step."""
-        del state, control, kwargs
+        """Add our numbers to the logs of a training step, and to the Trainer's history of them."""
+        del control, kwargs
         if logs is None or "loss" not in logs:
             return
         copies = args.world_size // (getattr(model, "_tp_size", None) or 1)
         logs["tokens_per_second"] = self._meter.rate() * copies
         logs["hidden_share"] = report.hidden_share(model)
+        state.log_history[-1].update(logs)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any

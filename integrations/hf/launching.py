@@ -50,7 +50,8 @@ def apply(recipe: Recipe, *, schedule: bool = True) -> Callable[[], None]:
         plain_init(self, shard(model, recipe), args, *more, **kwargs)
         seen.append(self)
         if schedule:
-            self.add_callback(DynaFlowCallback(recipe, write=True))
+            # First, so that what it adds to the logs reaches those who report them.
+            self.callback_handler.callbacks.insert(0, DynaFlowCallback(recipe, write=True))
 
     def validate(self: ParallelismConfig, accelerator: Any) -> None:
         on_cpus = accelerator.distributed_type == DistributedType.MULTI_CPU

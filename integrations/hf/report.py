@@ -1,0 +1,93 @@
+"""What a Trainer run is told about its recipe: one line at the start, files at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dynaflow_train import api
+from dynaflow_train.schedule.plot import perfetto, timeline
+
+
+def captured(model: nn.Module) -> str:
+    """What the first step captured: regions, ops, collectives, graphs, and what was not cut."""
+    used, sessions = api.plans(model), api.sessions(model)
+    if not used:
+        return "dynaflow: captured nothing; the model's layers did not run in training mode."
+    recipe = sessions[0].recipe
+    regions = api.regions(model, recipe.region)
+    forward, backward = (
+        [each.region for each in used if each.plan.phase == phase]
+        for phase in ("forward", "backward")
+    )
+    counts = [
+        f"{sum(len(r.ops) for r in phase)} ops, {_communications(phase)} of them collectives, {name}"
+        for name, phase in (("forward", forward), ("backward", backward))
+        if phase
+    ]
+    # A region without a graph break is one graph; equal layers share theirs.
+    breaks = max(0, len({r.name for r in forward}) and len(forward) - len({r.name for r in forward}))
+    reasons = dict.fromkeys(each.plan.reason for each in used if each.plan.reason)
+    sizes = dict.fromkeys(each.plan.sizes for each in used)
+    text = (
+        f"dynaflow: {recipe.strategy} on {len(regions)} {recipe.region} region(s), "
+        f"{len(forward)} graph(s): {'; '.join(counts)}; {breaks} graph break(s); micro-batches "
+        f"{', '.join(str(list(each)) for each in sizes)}"
+    )
+    return "; sequential, because ".join([text, *reasons])
+
+
+def _communications(regions: list[Any]) -> int:
+    return sum(op.is_communication for region in regions for op in region.ops)
+
+
+def hidden_share(model: nn.Module) -> float | None:
+    """Share of the communication time beside compute, 0 to 1; None before it was measured."""
+    found = api.explain(model)
+    return found.hidden_share if found else None
+
+
+def write(model: nn.Module, batch: Mapping[str, Any], folder: str | Path, main: bool) -> None:
+    """Verify one step, then write `plan.txt`, `report.json`, `trace.json` and `timeline.png`.
+
+    All ranks must call it: the verified step communicates.
+
+    Args:
+        model: compiled, in training mode.
+        batch: keyword arguments of one training call.
+        folder: files go into its folder `dynaflow`.
+        main: whether this rank writes.
+    """
+    model.train()
+    found = api.verify(model, batch)
+    name, error = found.worst
+    if dist.is_initialized():
+        worst: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(worst, (error, name))
+        error, name = max(worst)
+    if not main:
+        return
+    used, explained = api.plans(model), api.explain(model)
+    target = Path(folder) / "dynaflow"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "plan.txt").write_text("\n\n".join(map(str, [*used, *explained])), encoding="utf-8")
+    report = {
+        "loss_error": found.loss,
+        "gradient_error": error,
+        "worst": name,
+        "hidden_share": explained.hidden_share if explained else None,
+        "copied_bytes": sum(size for each in used for size in each.copies.values()),
+        "torch": torch.__version__,
+    }
+    (target / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    panels = [each.panel for each in used if each.intervals]
+    perfetto(panels, target / "trace.json")
+    if panels and importlib.util.find_spec("matplotlib"):
+        timeline(panels, target / "timeline.png")
