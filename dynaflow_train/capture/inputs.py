@@ -13,10 +13,14 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._guards import CompileContext
 
-_ATTEMPT = "_dynaflow_attempt"
+_ATTEMPTS = "_dynaflow_attempts"
 _STATE = ("_parameters", "_buffers", "_modules", "['_param")
+
+
+Input = tuple[fx.Node, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,32 +62,90 @@ def make_batch_symbolic(
         if isinstance(value, torch.Tensor)
         and not isinstance(value, torch.nn.Parameter)
         and not any(part in source_name(node) for part in _STATE)
+        and not source_name(node).startswith(("G[", "L['self']"))
         and value.dim() > batch_dim
     ]
-    if not data:
-        return BatchInputs(None, "no input tensor has a batch dimension", parameters)
-    for node, _ in data:
-        size = node.meta["example_value"].shape[batch_dim]
-        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            return BatchInputs(size.node.expr, None, parameters)
-    return BatchInputs(None, _mark(data, batch_dim), parameters)
+    symbol, why_not = _find(data, batch_dim)
+    return BatchInputs(symbol, why_not, parameters)
 
 
-def _mark(data: list[tuple[fx.Node, torch.Tensor]], batch_dim: int) -> str:
-    """Mark the batch dimension and restart; returns why not when that was tried or is useless."""
-    node, first = max(data, key=lambda pair: pair[1].shape[batch_dim] > 1)
-    size = int(first.shape[batch_dim])
-    if size < 2:
-        return f"the batch dimension of {source_name(node)} has size {size}"
-    attempt = getattr(first, _ATTEMPT, 0)
-    if attempt >= 2:
-        return (
-            f"the model fixes the batch size: tracing {source_name(node)} with a symbolic "
-            f"dimension {batch_dim} gave the constant {size} again"
+def _find(data: list[Input], batch_dim: int) -> tuple[sympy.Symbol | None, str | None]:
+    """The batch symbol, or why there is none; marks and restarts where that was not tried yet.
+
+    Candidates are the inputs by their number of elements, one of each size: a batch lies on the
+    largest, beside which masks and tables are small. Each is tried twice, first with all inputs of
+    its size, then alone (another may have that size by chance).
+    """
+    candidates: dict[int, Input] = {}
+    for node, value in sorted(data, key=lambda pair: -pair[1].numel()):
+        candidates.setdefault(int(value.shape[batch_dim]), (node, value))
+    compile_id = CompileContext.current_compile_id()
+    tried = max((_attempts(value, compile_id) for _, value in data), default=0)
+    why_not = "no input tensor has a batch dimension"
+    for place, (size, (node, value)) in enumerate(candidates.items()):
+        name = source_name(node)
+        if size < 2:
+            why_not = f"the batch dimension of {name} has size {size}"
+            continue
+        symbol = _symbol(node, batch_dim)
+        if symbol is not None and not _is_elsewhere(symbol, data, batch_dim):
+            _unify(node, data, batch_dim)
+            return _symbol(node, batch_dim), None
+        if tried <= 2 * place + 1 and symbol is None:
+            alike = [v for _, v in data if v.shape[batch_dim] == size]
+            _mark(data, alike if tried <= 2 * place else [value], batch_dim)
+            for _, each in data:
+                each.__dict__[_ATTEMPTS] = (compile_id, max(tried, 2 * place) + 1)
+            raise _TraceAgain(restart_reason="dynaflow needs a symbolic batch size")
+        why_not = (
+            f"the model fixes the batch size: tracing {name} with a symbolic dimension {batch_dim} "
+            f"gave the constant {size} again"
         )
-    setattr(first, _ATTEMPT, attempt + 1)
+    _mark(data, [], batch_dim)
+    return None, why_not
+
+
+class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+    """Of the first, because a backend may raise it; of the second, because another graph comes."""
+
+
+def _attempts(value: torch.Tensor, compile_id: object) -> int:
+    """How often this compilation was restarted with `value` among its inputs."""
+    owner, number = value.__dict__.get(_ATTEMPTS, (None, 0))
+    return number if owner == compile_id else 0
+
+
+def _symbol(node: fx.Node, dim: int) -> sympy.Symbol | None:
+    size = node.meta["example_value"].shape[dim]
+    found = size.node.expr if isinstance(size, torch.SymInt) else None
+    return found if isinstance(found, sympy.Symbol) else None
+
+
+def _is_elsewhere(symbol: sympy.Symbol, data: list[Input], batch_dim: int) -> bool:
+    """Whether it is some other dimension's size too, as the sequence length of a rotary table."""
+    return any(
+        isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols
+        for node, _ in data
+        for dim, size in enumerate(node.meta["example_value"].shape) if dim != batch_dim
+    )
+
+
+def _unify(node: fx.Node, data: list[Input], batch_dim: int) -> None:
+    """Inputs that grew alike are one batch: guard on it, so that one symbol stands for all."""
+    batch = node.meta["example_value"].shape[batch_dim]
+    for other, _ in data:
+        symbol = _symbol(other, batch_dim)
+        size = other.meta["example_value"].shape[batch_dim]
+        if symbol in (None, batch.node.expr) or size.node.hint != batch.node.hint:
+            continue
+        if not _is_elsewhere(symbol, data, batch_dim):
+            bool(size == batch)
+
+
+def _mark(data: list[Input], chosen: list[torch.Tensor], batch_dim: int) -> None:
+    """Mark the batch dimension of `chosen` alone."""
     for _, value in data:
-        value.__dict__.pop("_dynamo_weak_dynamic_indices", None)
-        if value is first or (attempt == 0 and value.shape[batch_dim] == size):
+        for name in ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"):
+            value.__dict__.pop(name, None)
+        if any(value is each for each in chosen):
             torch._dynamo.maybe_mark_dynamic(value, batch_dim)
-    raise TensorifyScalarRestartAnalysis(restart_reason="dynaflow needs a symbolic batch size")

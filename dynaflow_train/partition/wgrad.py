@@ -11,7 +11,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-_HEAVY = frozenset({"mm", "bmm", "addmm", "baddbmm", "index_put", "embedding_dense_backward"})
+_HEAVY = frozenset({
+    "mm", "bmm", "addmm", "baddbmm", "index_put", "embedding_dense_backward",
+    "_unsafe_masked_index_put_accumulate",
+})
 
 
 def wgrad_nodes(

@@ -368,15 +368,20 @@ def index(call: Call) -> Result:
     raise MixesSamples("it indexes samples by samples")
 
 
-def index_put(call: Call) -> Result:
+def index_put(call: Call, *, adds: bool = False) -> Result:
     """Rows added into zeros (the backward of an embedding): an addend per micro-batch."""
     base = call.node.args[0]
     zero = isinstance(base, fx.Node) and base.op == "call_function" and (
         ("full" in str(base.target) and base.args[-1] == 0) or "zeros" in str(base.target)
     )
-    if call.arg(3, "accumulate", False) and zero and call.info(base).axis is None:
+    if (adds or call.arg(3, "accumulate", False)) and zero and call.info(base).axis is None:
         return PARTIAL
     raise MixesSamples("it writes samples into one tensor")
+
+
+def masked_index_put(call: Call) -> Result:
+    """_unsafe_masked_index_put_accumulate(base, mask, indices, values): as `index_put`."""
+    return index_put(call, adds=True)
 
 
 def create(call: Call) -> Result:

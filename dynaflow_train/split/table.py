@@ -56,6 +56,7 @@ def _table() -> dict[str, r.Rule]:
         ("embedding_dense_backward", r.embedding_backward),
         ("index _unsafe_index", r.index),
         ("index_put _unsafe_index_put", r.index_put),
+        ("_unsafe_masked_index_put_accumulate", r.masked_index_put),
         ("native_dropout bernoulli rand_like randn_like", r.random_like),
         ("_softmax _log_softmax cumsum cumprod logcumsumexp gather", r.along(1)),
         ("scatter scatter_add scatter_reduce", r.along(1)),

@@ -447,8 +447,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def step(model: nn.Module, inputs: Inputs, loss: Callable[[object], Tensor] = weighted) -> Result:
-    """Forward, backward; gradients are those of this step alone."""
+    """Forward, backward; gradients are those of this step alone, buffers are put back."""
     model.zero_grad(set_to_none=True)
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
     given = [
         x.detach().clone().requires_grad_(x.is_floating_point() and not _is_state(model, i))
         if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
@@ -467,6 +468,8 @@ def step(model: nn.Module, inputs: Inputs, loss: Callable[[object], Tensor] = we
         f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
     })
     found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
     return Result(found)
 
 
