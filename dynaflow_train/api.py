@@ -12,8 +12,8 @@ import torch
 
 from dynaflow_train import strategies
 from dynaflow_train.backend import compile_graph, sessions_of
-from dynaflow_train.capture import correct_gradients
 from dynaflow_train.config import Recipe
+from dynaflow_train.dispatch import Dispatcher, install, install_stack
 from dynaflow_train.errors import CaptureError, RecipeError
 from dynaflow_train.ir import Interval, Plan, Region
 from dynaflow_train.report import Explanation, explain as explain_one
@@ -25,26 +25,6 @@ from dynaflow_train.strategy import Strategy
 What = str | Path | Recipe | Strategy
 
 
-class _Dispatcher:
-    """Stands in for a module's call: compiled in training, the host's plain forward otherwise."""
-
-    def __init__(
-        self, module: torch.nn.Module, session: Session, backend: Callable[..., Any]
-    ) -> None:
-        self.module, self.session, self.enabled = module, session, True
-        self.before = module._compiled_call_impl
-        self.compiled = torch.compile(
-            module._call_impl, backend=backend, fullgraph=session.recipe.strict
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        if not (self.enabled and module.training and torch.is_grad_enabled()):
-            return module._call_impl(*args, **kwargs)
-        with correct_gradients():
-            return self.compiled(*args, **kwargs)
-
-
 def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
     model: torch.nn.Module, what: What, **options: Any
 ) -> torch.nn.Module:
@@ -52,6 +32,8 @@ def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
 
     Args:
         model: any module that holds its layers in a ModuleList; without one it is a region itself.
+            Region "model" is all layers in one capture, "layer" each for itself; what stands around
+            the layers (embedding, masks, loss) stays the host's.
         what: the name of a strategy, a Strategy, a Recipe, or the path of one.
         **options: other keys of a recipe, and parameters of the strategy, where `what` is a name.
 
@@ -62,13 +44,17 @@ def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
     recipe, strategy = _resolve(what, options)
     if next(_dispatchers(model), None) is not None:
         raise CaptureError("the model is compiled already: call df.undo(model) first.")
-    session, found = Session(strategy, recipe), regions(model, recipe.region)
+    session = Session(strategy, recipe)
+    name, layers = layers_of(model)
+    stack = recipe.region == "model" and bool(layers)
     # One backend object for all layers: Dynamo then lets equal layers share one graph.
-    name = found[0][0] if len(found) == 1 else f"{found[0][0].rpartition('.')[0]}.*"
+    name = name if stack or not layers else f"{name}.*"
     backend = functools.partial(compile_graph, session=session, name=name)
-    for _, module in found:
-        dispatcher = _Dispatcher(module, session, backend)
-        module._compiled_call_impl = dispatcher  # type: ignore[assignment]
+    if stack:
+        install_stack(layers, session, backend)
+    else:
+        for module in layers or [model]:
+            install(module, session, backend)
     return model
 
 
@@ -87,23 +73,15 @@ def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
     return recipe, strategies.get(recipe.strategy, **recipe.parameters)
 
 
-def regions(model: torch.nn.Module, kind: str) -> list[tuple[str, torch.nn.Module]]:
-    """What is captured: each layer, or the module that owns the layers.
-
-    The layers are the ModuleList with most parameters whose entries are of one class.
-    """
-    found: list[tuple[int, str, torch.nn.ModuleList]] = [
-        (sum(p.numel() for p in module.parameters()), name, module)
+def layers_of(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]]:
+    """The decoder layers: the ModuleList with most parameters whose entries are of one class."""
+    found = [
+        (sum(p.numel() for p in module.parameters()), name, list(module))
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len({type(m) for m in module}) == 1
     ]
-    if not found:
-        return [("model", model)]
-    _, name, layers = max(found, key=lambda entry: entry[0])
-    if kind == "layer":
-        return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
-    owner = name.rpartition(".")[0]
-    return [(owner or "model", model.get_submodule(owner))]
+    _, name, layers = max(found, key=lambda entry: entry[0], default=(0, "model", []))
+    return name, layers
 
 
 def undo(model: torch.nn.Module) -> torch.nn.Module:
@@ -113,9 +91,9 @@ def undo(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _dispatchers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Dispatcher]]:
+def _dispatchers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Dispatcher]]:
     for module in model.modules():
-        if isinstance(module._compiled_call_impl, _Dispatcher):
+        if isinstance(module._compiled_call_impl, Dispatcher):
             yield module, module._compiled_call_impl
 
 

@@ -1,0 +1,164 @@
+"""Stands in for a module's call: compiled in training, the host's plain forward otherwise.
+
+It sits in `_compiled_call_impl`, the place torch keeps for `Module.compile`: names, classes, hooks
+and state dicts stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dynaflow_train.capture import correct_gradients
+from dynaflow_train.errors import CaptureError
+from dynaflow_train.session import Session
+
+_PLACE = "_compiled_call_impl"
+
+
+class Dispatcher:
+    """One module's call.
+
+    Attributes:
+        session: what it is compiled in.
+        enabled: False runs the plain forward.
+        before: what stood in its place.
+    """
+
+    def __init__(self, module: torch.nn.Module, session: Session) -> None:
+        self.module, self.session, self.enabled = module, session, True
+        self.before = module._compiled_call_impl
+
+    def is_plain(self) -> bool:
+        """Whether this call is none of a training step."""
+        return not (self.enabled and self.module.training and torch.is_grad_enabled())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_plain():
+            return self.module._call_impl(*args, **kwargs)
+        with correct_gradients():
+            return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of a training step."""
+        raise NotImplementedError
+
+
+class _Alone(Dispatcher):
+    """A region of its own."""
+
+    compiled: Callable[..., Any]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+
+class _Stack(torch.nn.Module):
+    """All layers, one after another, as one region."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the last layer returns."""
+        output: Any = hidden
+        for layer in self.layers:
+            output = layer(hidden, *args, **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return output
+
+
+class _First(Dispatcher):
+    """The first layer's call runs the whole stack."""
+
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], session: Session, backend: Callable[..., Any]
+    ) -> None:
+        super().__init__(layers[0], session)
+        self.layers = layers
+        self.given: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.output: Any = None
+        self.compiled = torch.compile(
+            _Stack(layers).forward, backend=backend, fullgraph=session.recipe.strict
+        )
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        name = "hidden_states"
+        hidden = args[0] if args else kwargs[name]
+        rest = {key: value for key, value in kwargs.items() if args or key != name}
+        held = [layer.__dict__[_PLACE] for layer in self.layers]
+        for layer in self.layers:  # Dynamo must see the layers themselves
+            layer.__dict__[_PLACE] = None
+        try:
+            output = self.compiled(hidden, *args[1:], **rest)
+        finally:
+            for layer, dispatcher in zip(self.layers, held, strict=True):
+                layer.__dict__[_PLACE] = dispatcher
+        if len(self.layers) > 1:
+            self.given, self.kwargs, self.output = args[1:], rest, output
+        return output
+
+
+class _Later(Dispatcher):
+    """A layer that the stack has run already: hands on what came in."""
+
+    def __init__(self, module: torch.nn.Module, first: _First, *, is_last: bool) -> None:
+        super().__init__(module, first.session)
+        self.first, self.is_last = first, is_last
+
+    def is_plain(self) -> bool:
+        return self.first.output is None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        first, output = self.first, self.first.output
+        hidden = output[0] if isinstance(output, tuple) else output
+        given = args[0] if args else kwargs.get("hidden_states")
+        rest = {key: value for key, value in kwargs.items() if args or key != "hidden_states"}
+        alike = len(args[1:]) == len(first.given) and rest.keys() == first.kwargs.keys() and all(
+            a is b for a, b in zip((*args[1:], *rest.values()), (
+                *first.given, *(first.kwargs[key] for key in rest)), strict=True)
+        )
+        if self.is_last or given is not hidden or not alike:
+            first.output, first.given, first.kwargs = None, (), {}
+        if given is not hidden or not alike:
+            raise CaptureError(
+                "region 'model' runs all layers at once, but this model gives its layers different "
+                "arguments or changes the hidden states between them. Use region: layer."
+            )
+        return output
+
+
+def install(module: torch.nn.Module, session: Session, backend: Callable[..., Any]) -> None:
+    """Make a module a region."""
+    dispatcher = _Alone(module, session)
+    dispatcher.compiled = torch.compile(
+        module._call_impl, backend=backend, fullgraph=session.recipe.strict
+    )
+    module._compiled_call_impl = dispatcher  # type: ignore[assignment]
+
+
+def install_stack(
+    layers: Sequence[torch.nn.Module], session: Session, backend: Callable[..., Any]
+) -> None:
+    """Make a stack of layers one region.
+
+    Raises:
+        CaptureError: a layer has forward hooks (FSDP2, recorded hidden states) or is checkpointed,
+            which only works layer by layer.
+    """
+    for layer in layers:
+        if layer._forward_hooks or layer._forward_pre_hooks or getattr(
+            layer, "gradient_checkpointing", False
+        ):
+            raise CaptureError(
+                f"region 'model' runs all layers at once, but {type(layer).__name__} has hooks or "
+                f"gradient checkpointing of its own. Use region: layer."
+            )
+    first = _First(layers, session, backend)
+    later = [_Later(layer, first, is_last=layer is layers[-1]) for layer in layers[1:]]
+    for layer, dispatcher in zip(layers, (first, *later), strict=True):
+        layer._compiled_call_impl = dispatcher  # type: ignore[assignment]
