@@ -27,10 +27,25 @@ def cost(node: fx.Node) -> tuple[int, int]:
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(packet) if packet is not None else None
     out = node.meta.get("val")
+    if "scaled_dot_product" in str(node.target):
+        return _attention(node), _bytes(out)
     if count is None:
         return 0, _bytes(out)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _real(n.meta.get("val")))
     return int(count(*args, **kwargs, out_val=_real(out))), _bytes(out)
+
+
+def _attention(node: fx.Node) -> int:
+    """Two products of [b, h, s, d] with [b, h, t, d] forward; five in the backward.
+
+    torch's own formula refuses keys with fewer heads than queries.
+    """
+    tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    large = [t for t in tensors if t.dim() == 4]
+    backward = "backward" in str(node.target)
+    query, key = large[1:3] if backward else large[:2]
+    size = math.prod(_hint(s) for s in query.shape) * _hint(key.shape[2])
+    return (10 if backward else 4) * size
 
 
 def _real(value: Any) -> Any:

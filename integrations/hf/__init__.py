@@ -1,1 +1,1 @@
-"""Hugging Face: tensor parallelism through transformers' registry, a Trainer callback, a launcher."""
+"""Hugging Face: tensor parallelism through transformers' registry, a callback, a launcher."""

@@ -37,7 +37,7 @@ class DynaFlowCallback(TrainerCallback):
     def __init__(self, recipe: Any, *, write: bool = False, **options: Any) -> None:
         self.recipe, self.options, self.write = recipe, options, write
         self._meter = _Meter()
-        self._told = False
+        self._told, self._breaks = False, 0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -53,7 +53,7 @@ class DynaFlowCallback(TrainerCallback):
         api.compile(model, self.recipe, **self.options)
         self._meter = _Meter()
         self._meter.attach(model)
-        self._told = not state.is_world_process_zero
+        self._told, self._breaks = not state.is_world_process_zero, report.graph_breaks()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of a step."""
@@ -68,7 +68,8 @@ class DynaFlowCallback(TrainerCallback):
         self._meter.stop()
         if not self._told:
             self._told = True
-            logger.warning("%s", report.captured(model))  # a level that Trainer's users see
+            breaks = report.graph_breaks() - self._breaks
+            logger.warning("%s", report.captured(model, breaks))  # a level that users see
 
     def on_log(
         self,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
@@ -18,11 +17,15 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from transformers import PreTrainedModel, Trainer
 
-from dynaflow_train.config import Recipe
 from dynaflow_train.errors import UnsupportedError
 
 from . import tensor_parallel
 from .callback import DynaFlowCallback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynaflow_train.config import Recipe
 
 OLDEST_ACCELERATE = (1, 15)
 

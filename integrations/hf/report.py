@@ -4,47 +4,54 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 from dynaflow_train import api
 from dynaflow_train.schedule.plot import perfetto, timeline
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def captured(model: nn.Module) -> str:
-    """What the first step captured: regions, ops, collectives, graphs, and what was not cut."""
+    from dynaflow_train.ir import Region
+
+
+def graph_breaks() -> int:
+    """How often Dynamo broke a graph in this process so far."""
+    return sum(counters["graph_break"].values())
+
+
+def captured(model: nn.Module, breaks: int) -> str:
+    """What the first step captured: layers, ops, collectives, and why it was not cut, if so.
+
+    Args:
+        model: compiled; has run a step.
+        breaks: graph breaks in that step.
+    """
     used, sessions = api.plans(model), api.sessions(model)
     if not used:
         return "dynaflow: captured nothing; the model's layers did not run in training mode."
-    recipe = sessions[0].recipe
-    regions = api.regions(model, recipe.region)
-    forward, backward = (
-        [each.region for each in used if each.plan.phase == phase]
-        for phase in ("forward", "backward")
-    )
+    recipe, (_, layers) = sessions[0].recipe, api.layers_of(model)
     counts = [
-        f"{sum(len(r.ops) for r in phase)} ops, {_communications(phase)} of them collectives, {name}"
-        for name, phase in (("forward", forward), ("backward", backward))
-        if phase
+        f"{phase} {sum(len(r.ops) for r in regions)} ops, {_communications(regions)} collectives"
+        for phase in ("forward", "backward")
+        if (regions := [each.region for each in used if each.plan.phase == phase])
     ]
-    # A region without a graph break is one graph; equal layers share theirs.
-    breaks = max(0, len({r.name for r in forward}) and len(forward) - len({r.name for r in forward}))
-    reasons = dict.fromkeys(each.plan.reason for each in used if each.plan.reason)
-    sizes = dict.fromkeys(each.plan.sizes for each in used)
+    sizes = ", ".join(str(list(each)) for each in dict.fromkeys(u.plan.sizes for u in used))
     text = (
-        f"dynaflow: {recipe.strategy} on {len(regions)} {recipe.region} region(s), "
-        f"{len(forward)} graph(s): {'; '.join(counts)}; {breaks} graph break(s); micro-batches "
-        f"{', '.join(str(list(each)) for each in sizes)}"
+        f"dynaflow: {recipe.strategy}, {len(layers)} layers, region {recipe.region!r}: "
+        f"{'; '.join(counts)}; {breaks} graph breaks; micro-batches {sizes}"
     )
-    return "; sequential, because ".join([text, *reasons])
+    reasons = dict.fromkeys(each.plan.reason for each in used if each.plan.reason)
+    return "; sequential: ".join([text, *reasons])
 
 
-def _communications(regions: list[Any]) -> int:
+def _communications(regions: list[Region]) -> int:
     return sum(op.is_communication for region in regions for op in region.ops)
 
 

@@ -1,10 +1,10 @@
 """Tensor parallelism for transformers with one all-reduce per block and direction.
 
-transformers' own plan lets every column-parallel linear reduce its own input gradient: a Llama layer
-then issues 2 all-reduces forward and 5 backward. Here the *block* (attention, MLP) reduces the
-gradient of its input once: 2 forward and 2 backward, Megatron's f and g. The styles enter through
-transformers' registry; parameters stay the host's DTensors, so that its checkpoints keep working,
-but every forward runs on local tensors.
+transformers' own plan lets every column-parallel linear sum its own input gradient: a Llama layer
+then issues 2 all-reduces forward and 5 backward. Here the *block* (attention, MLP) sums its input's
+gradient once: 2 forward and 2 backward, Megatron's f and g. The styles enter through the host's
+registry; parameters stay its DTensors, so that its checkpoints keep working, but every forward runs
+on local tensors.
 
 Host seams (5.17 to 5.x): `transformers/distributed/tensor_parallel.py` `ALL_PARALLEL_STYLES`,
 `TensorParallelLayer.{shard_param, install_forward}`; `transformers/distributed/mixin.py`
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -34,6 +32,11 @@ from transformers.distributed.tensor_parallel import (
 
 from dynaflow_train.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
 BLOCK, COLUMN, ROW = "dynaflow_block", "dynaflow_column", "dynaflow_row"
 SHARED, WHOLE = "dynaflow_shared", "dynaflow_whole"
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
@@ -41,7 +44,7 @@ OURS_FOR = {
     "colwise": COLUMN,
     "rowwise": ROW,
     PARTIAL_GRADIENT: SHARED,
-    # A vocabulary-parallel embedding saves memory and costs a collective; it waits for its own style.
+    # Sharded it would save memory and cost one collective more; it has no style of ours yet.
     "embedding_rowwise": WHOLE,
 }
 GATHERED_HEAD = ("colwise_gather_output", "colwise_rep")
@@ -70,11 +73,11 @@ class SumOutput(torch.autograd.Function):
     """Megatron's g: sum over the group forward, identity backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: ARG004, D102
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: D102
         return _all_reduce(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004, D102
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
         return gradients[0], None
 
 
@@ -92,7 +95,7 @@ def _local(parameter: Tensor | None) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _swapped(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[None]:
+def _swapped(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Generator[None]:
     """Let `module` use these tensors for its own parameters."""
     slots: dict[str, Any] = module._parameters
     own = {name: slots[name] for name in tensors}
@@ -195,7 +198,7 @@ def apply() -> Callable[[], None]:
     styles = {BLOCK: BlockInput(), COLUMN: Column(), ROW: Row(), SHARED: Shared(), WHOLE: Whole()}
     added = [name for name in styles if name not in ALL_PARALLEL_STYLES]
     for name in added:
-        ALL_PARALLEL_STYLES.register(name, styles[name])
+        ALL_PARALLEL_STYLES.register(name, styles[name])  # pyright: ignore[reportArgumentType]
 
     def undo() -> None:
         for name in added:
@@ -232,18 +235,21 @@ def plan_for(model: PreTrainedModel | PreTrainedConfig) -> dict[str, str]:
         UnsupportedError: the model has no plan, a style without a counterpart here, or a block with
             a parameter that the plan does not name (its gradient would be wrong).
     """
-    if not isinstance(model, PreTrainedModel):
+    found: PreTrainedModel
+    if isinstance(model, PreTrainedModel):
+        found = model
+    else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
-    host = dict(model.tp_plan or {})
+            found = AutoModelForCausalLM.from_config(model)
+    host = dict(found.tp_plan or {})
     if not host:
-        msg = f"{type(model).__name__} has no tensor-parallel plan: only models with one can be split"
+        msg = f"{type(found).__name__} has no tensor-parallel plan: it cannot be sharded by one"
         raise UnsupportedError(msg)
-    plan = {name: _our_style(model, name, style) for name, style in host.items()}
+    plan = {name: _our_style(found, name, style) for name, style in host.items()}
     blocks = dict.fromkeys(k.rpartition(".")[0] for k, style in plan.items() if style == COLUMN)
     for block in blocks:
         plan[block] = BLOCK
-        _check_block(model, block, plan)
+        _check_block(found, block, plan)
     return plan
 
 
@@ -268,8 +274,8 @@ def _check_block(model: PreTrainedModel, block: str, plan: Mapping[str, str]) ->
     owners = {f"{block}.{m[1].rpartition('.')[0]}" for m in found if m}
     if missing := sorted(owners - plan.keys()):
         msg = (
-            f"{type(model).__name__}: the plan does not name {', '.join(missing)}, so the gradient of "
-            f"the input of {block!r} cannot be summed once. Use the host's own plan"
+            f"{type(model).__name__}: the plan does not name {', '.join(missing)}, so the gradient "
+            f"of the input of {block!r} cannot be summed once. Use the host's own plan"
         )
         raise UnsupportedError(msg)
 

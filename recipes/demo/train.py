@@ -2,9 +2,7 @@
 
 A plain transformers script: it knows nothing of tensor parallelism or of dynaflow_train.
 
-    python train.py                                                      # one process
-    accelerate launch --config_file accelerate.yaml -m dynaflow_train.launch \\
-        --recipe recipe.yaml train.py                                    # two, overlapped
+    python train.py          # one process; run.py starts two, with the recipe beside this file
 """
 
 from __future__ import annotations
@@ -50,18 +48,22 @@ class Bar(TrainerCallback):
         self.last = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw it on rank 0."""
         self.bar = tqdm(total=state.max_steps, unit="step", disable=not state.is_world_process_zero)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
         self.last = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Advance it."""
         if "loss" in logs:
             speed = self.tokens_per_step / (time.perf_counter() - self.last)
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}", tokens_per_s=f"{speed:,.0f}")
             self.bar.update()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave it."""
         self.bar.close()
 
 
@@ -105,6 +107,7 @@ def main() -> None:
             logging_steps=1,
             save_strategy="no",
             report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
             seed=0,
         ),

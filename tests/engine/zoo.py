@@ -1,7 +1,7 @@
 """Small models of every odd kind, each with its inputs and what the engine has to do with it.
 
 A case says how to make a module and a batch of inputs, on which dimension the batch lies, and which
-operators mix samples (`mixes`: they must run merged). `whole` cases have nothing to cut at all.
+operators mix samples (`mixes`: they must run merged).
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ class Case:
         inputs: batch size -> inputs.
         batch_dim: where the batch lies in the first input.
         mixes: operators that must run merged, as the report names them.
-        whole: nothing of it may be cut; the plan is sequential.
-        tables: buffers that training changes, compared too.
     """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], Inputs]
     batch_dim: int = 0
     mixes: tuple[str, ...] = ()
-    whole: bool = False
 
 
 def rows(*shape: int) -> Callable[[int], Inputs]:
@@ -146,7 +143,7 @@ class Conv(nn.Module):
         super().__init__()
         self.net = nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1), norm(4), nn.SiLU(), nn.MaxPool2d(2),
-            nn.Conv2d(4, 4, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+            nn.Conv2d(4, 4, 2), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(4, 3),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -337,7 +334,9 @@ SPLIT: dict[str, Case] = {
     "doubled": of(lambda x: torch.cat([x, x * 2], 0)),
     "doubled_back": of(lambda x: sum(torch.cat([x, x * 2], 0).chunk(2))),
     "turned": of(lambda x: x.T.contiguous() * 2),
+    "select_columns": of(lambda x, i: x + TABLE.T.to(x.dtype).index_select(1, i).T, picked),
     "norms": of(lambda x: x / x.norm(dim=-1, keepdim=True) + x.std(-1, keepdim=True)),
+    "regrouped": of(lambda x: x.view(x.shape[0], 2, 3).transpose(0, 1).reshape(-1, 3)),
     "padded": of(lambda x: F.pad(x, (1, 1))),
 }
 
@@ -374,18 +373,14 @@ MIXING: dict[str, Case] = {
     "gather_from_table": of(
         lambda x, i: x[:, :1] * TABLE.to(x.dtype).gather(1, i[:, None]), picked, mixes=("gather",)
     ),
-    "select_columns": of(
-        lambda x, i: x + TABLE.T.to(x.dtype).index_select(1, i).T, picked, mixes=("",)
-    ),
     "square": of(lambda x: (x @ x.T + torch.ones(x.shape[0], x.shape[0]).triu()).sum(1).to(x.dtype),
                  mixes=("mm",)),
     "picked_rows": of(
         lambda x, i: x[torch.arange(x.shape[0]), i] * x[0, 0], picked, mixes=("select|index",)
     ),
-    "pairs": of(lambda x: torch.cdist(x.float(), x.float().flip(0) + 3).sum(1), mixes=("",)),
+    "pairs": of(lambda x: torch.cdist(x.float(), x.float().flip(0) + 3).sum(1), mixes=("cdist",)),
     "half": of(lambda x: torch.cat([x[::2], x[1::2]], 0), mixes=("slice",)),
     "neighbours": of(lambda x: x[1:] * x[:-1], mixes=("slice",)),
-    "transposed_into": of(lambda x: x.view(x.shape[0], 2, 3).transpose(0, 1).reshape(-1, 3)),
     "segments": of(
         lambda x, i: x.new_zeros(WIDTH, WIDTH).index_add(0, i, x).tanh()[i], picked,
         mixes=("tanh",),

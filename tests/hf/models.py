@@ -50,7 +50,7 @@ class Step:
 
 
 def plain_step(model: nn.Module, batches: list[Tensor], gradients: Any = None) -> Step:
-    """Forward and backward of each batch, gradients accumulated; `gradients(model)` collects them."""
+    """Forward and backward of each batch, gradients accumulated; `gradients` collects them."""
     losses = []
     for ids in batches:
         loss = model(input_ids=ids, labels=ids).loss
