@@ -37,7 +37,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             for _ in range(3):
-                times = step(model, inputs, gradient, Timer(device))
+                times = Timer(device).phases(step(model, inputs, gradient, Timer(device)))
             torch.cuda.synchronize()
         if rank:
             continue

@@ -51,9 +51,14 @@ class Timer:
         b.synchronize()
         return a.elapsed_time(b)
 
+    def phases(self, stamps: tuple[Any, Any, Any]) -> tuple[float, float]:
+        """(forward ms, backward ms); waits for the device."""
+        a, b, c = stamps
+        return self.between(a, b), self.between(b, c)
+
 
 def step(model: Any, inputs: dict[str, Any], gradient: torch.Tensor, timer: Timer) -> tuple:
-    """One step from a random output gradient; (forward ms, backward ms)."""
+    """One step from a random output gradient; its three stamps. Does not wait for the device."""
     for parameter in model.parameters():
         parameter.grad = None
     inputs["inputs_embeds"].grad = None
@@ -62,7 +67,7 @@ def step(model: Any, inputs: dict[str, Any], gradient: torch.Tensor, timer: Time
     b = timer.stamp()
     out.backward(gradient)
     c = timer.stamp()
-    return timer.between(a, b), timer.between(b, c)
+    return a, b, c
 
 
 def variants(case: Case, device: torch.device, mesh: Any, options: argparse.Namespace) -> dict:
@@ -160,15 +165,20 @@ def measure(
     begun: dict[str, float] = {}
     for name, model in models.items():
         started = time.perf_counter()
-        step(model, inputs, gradient, timer)
+        timer.phases(step(model, inputs, gradient, timer))
         begun[name] = time.perf_counter() - started
         for _ in range(4):
             step(model, inputs, gradient, timer)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    align = torch.zeros(1, device=device)
     for _ in range(options.rounds):
+        stamps = {}
         for name, model in models.items():
-            dist.barrier()
-            times[name].append(step(model, inputs, gradient, timer))
+            # Ranks begin together, but the host is not stopped: in training it runs ahead.
+            dist.all_reduce(align)
+            stamps[name] = step(model, inputs, gradient, timer)
+        for name, found in stamps.items():
+            times[name].append(timer.phases(found))
     extra = {}
     for name, model in models.items():
         run = lambda model=model: step(model, inputs, gradient, timer)  # noqa: E731

@@ -17,13 +17,11 @@ Work = Any
 Collective = Callable[[torch.Tensor, torch.Tensor, bool], Work]
 
 
-def _renamed(new: str, old: str) -> Callable[..., Work]:
-    """torch 2.13 renamed some collectives and warns at the old names."""
-    return getattr(dist, new, None) or getattr(dist, old)
-
-
 def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
     """`launch(input, output, asynchronous) -> Work | None` for a functional collective's node.
+
+    The process group is called directly: torch.distributed's Python checks cost more than a launch.
+    Synchronous NCCL collectives run on the current stream.
 
     Args:
         node: the collective.
@@ -34,18 +32,35 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
     """
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     group = dist.distributed_c10d._resolve_process_group(str(arguments[-1]))
+
+    def done(work: Work, later: bool) -> Work:
+        if later:
+            return work
+        work.wait()
+        return None
+
     if name == "all_reduce":
-        reduce = _REDUCE[arguments[1]]
-        return lambda x, out, later: dist.all_reduce(out, reduce, group, async_op=later)
+        options = _options(dist.AllreduceOptions, arguments[1])
+        return lambda x, out, later: done(group.allreduce([out], options[later]), later)
     if name == "all_gather_into_tensor":
-        gather = _renamed("all_gather_single", "all_gather_into_tensor")
-        return lambda x, out, later: gather(out, x, group=group, async_op=later)
+        options = _options(dist.AllgatherOptions)
+        return lambda x, out, later: done(group._allgather_base(out, x, options[later]), later)
     if name == "reduce_scatter_tensor":
-        reduce, scatter = _REDUCE[arguments[1]], _renamed(
-            "reduce_scatter_single", "reduce_scatter_tensor")
-        return lambda x, out, later: scatter(out, x, op=reduce, group=group, async_op=later)
+        options = _options(dist.ReduceScatterOptions, arguments[1])
+        return lambda x, out, later: done(group._reduce_scatter_base(out, x, options[later]), later)
     if name == "all_to_all_single":
         sent, received = list(arguments[2]), list(arguments[1])
-        return lambda x, out, later: dist.all_to_all_single(
-            out, x, received, sent, group, async_op=later)
+        options = _options(dist.AllToAllOptions)
+        return lambda x, out, later: done(
+            group.alltoall_base(out, x, received, sent, options[later]), later)
     return None
+
+
+def _options(kind: Callable[[], Any], reduce: str | None = None) -> tuple[Any, Any]:
+    """Options for a synchronous and for an asynchronous launch."""
+    both = kind(), kind()
+    for later, options in enumerate(both):
+        options.asyncOp = bool(later)
+        if reduce is not None:
+            options.reduceOp = _REDUCE[reduce]
+    return both

@@ -13,7 +13,16 @@ from dynaflow_train.errors import SplitError
 from dynaflow_train.execute.compile import Function, OpCompiler
 from dynaflow_train.execute.layout import Layout, Span
 from dynaflow_train.execute.meta import Meta, row_major
-from dynaflow_train.execute.program import MAIN, Alloc, Part, Restride, Step, Store, Sum
+from dynaflow_train.execute.program import (
+    MAIN,
+    Alloc,
+    Part,
+    Restride,
+    Run,
+    Step,
+    Store,
+    Sum,
+)
 from dynaflow_train.execute.specialise import Sizes, Symbols
 from dynaflow_train.ir import Axis, Plan, Region
 
@@ -87,6 +96,7 @@ class Memory:
         self.everything: Span = (0, len(plan.sizes))
         self.slots: list[SlotInfo] = []
         self.at: dict[Key, int] = {}
+        self.made_on: dict[tuple[str, Span, str], int] = {}  # copies that only one lane may read
         self.pieces: dict[str, list[Span]] = {}
         self.buffers: dict[str, int] = {}
         self.sums: dict[str, tuple[int, int]] = {}  # value -> slot, launch of the last addition
@@ -112,7 +122,15 @@ class Memory:
             )
         return axis.at(self.setting.symbols)
 
-    def _part(self, value: str, source: int, held: Span, span: Span, *, view: bool) -> Part:
+    def _lane(self, launch: int) -> str:
+        """The lane of a launch; the epilogue runs on the main one."""
+        return self.plan.launches[launch].stream if launch < len(self.plan.launches) else MAIN
+
+    def _part(
+        self, value: str, source: int, held: Span, span: Span, *, copied_on: str | None = None
+    ) -> Part:
+        """A part of `source`: a view, or where its rows stand apart a copy made on a lane."""
+        view = copied_on is None
         dim, outer, inner = self._axis(value)
         start = self.offsets[span[0]] - self.offsets[held[0]]
         part = Part(-1, source, dim, outer, inner, self._count(held), start, self._count(span), view)
@@ -120,12 +138,12 @@ class Memory:
         # A meta tensor tells shape and strides of the view without memory.
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
         found = part.apply(like)
-        home = self.slots[source].home
+        copies = outer != 1 and not view
         slot = self._new(
-            Meta(tuple(found.shape), tuple(found.stride()), meta.dtype, meta.device), home,
-            fresh=False,
+            Meta(tuple(found.shape), tuple(found.stride()), meta.dtype, meta.device),
+            copied_on if copies and copied_on else self.slots[source].home, fresh=False,
         )
-        if outer != 1 and not view:
+        if copies:
             self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
         return replace(part, out=slot)
 
@@ -137,15 +155,40 @@ class Memory:
             slot = self.sums[value][0]
         elif (value, span) in self.at:
             slot = self.at[value, span]
+        elif (value, span, self._lane(launch)) in self.made_on:
+            slot = self.made_on[value, span, self._lane(launch)]
+        elif self.region.values[value].sharing == "partial":
+            slot = self._addend(value, span, launch, steps)
         else:
             held = self._holder(value, span)
             slot = source = self.at[value, held]
             if held != span:
                 self.slots[source].readers.append(launch)
-                part = self._part(value, source, held, span, view=False)
+                part = self._part(value, source, held, span, copied_on=self._lane(launch))
                 steps.append(part)
-                slot = self.at[value, span] = part.out
+                slot = part.out
+                if part.outer == 1:
+                    self.at[value, span] = slot
+                else:  # other lanes know nothing of this copy
+                    self.made_on[value, span, self._lane(launch)] = slot
         self.slots[slot].readers.append(launch)
+        return slot
+
+    def _addend(self, value: str, span: Span, launch: int, steps: list[Step]) -> int:
+        """What `span` adds to a sum made in other pieces: each counts for its first micro-batch."""
+        pieces = [s for s in self.pieces[value] if span[0] <= s[0] < span[1]]
+        lane, meta = self._lane(launch), self.slots[self.at[value, self.pieces[value][0]]].meta
+        if not pieces:
+            slot = self._new(meta, lane)
+            steps.append(Run(lambda _: (meta.copy_of(torch.zeros_like(meta.empty())),), (), (slot,)))
+        else:
+            slot = self.at[value, pieces[0]]
+        for piece in pieces[1:]:
+            left, right, slot = slot, self.at[value, piece], self._new(meta, lane)
+            for read in (left, right):
+                self.slots[read].readers.append(launch)
+            steps.append(Sum(slot, left, right, in_place=False))
+        self.made_on[value, span, lane] = slot
         return slot
 
     def _put(self, value: str, span: Span, slot: int) -> None:
@@ -210,7 +253,7 @@ class Memory:
         return self.buffers[value]
 
     def _into(self, value: str, span: Span, steps: list[Step]) -> int:
-        part = self._part(value, self.buffers[value], self.everything, span, view=True)
+        part = self._part(value, self.buffers[value], self.everything, span)
         steps.append(part)
         self.sliced.add(part.out)
         return part.out

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from dynaflow_train.execute.meta import Meta
+from dynaflow_train.ir import is_row_major
 
 Symbols = Mapping[sympy.Symbol, int]
 
@@ -117,6 +118,8 @@ def _copy(
     args, kwargs = _sized_args(node, sizes, nodes)
     fake_args, fake_kwargs = _sized_args(node, sizes, fakes)
     target = node.target
+    if target is torch.ops.aten.as_strided.default and _is_reshape(node):
+        target, args, fake_args = torch.ops.aten.reshape.default, args[:2], fake_args[:2]
     with mode:
         if target in _VIEWS and not _is_viewable(*fake_args):
             target = torch.ops.aten.reshape.default  # rows of a micro-batch stand apart: [s, b, h]
@@ -126,6 +129,15 @@ def _copy(
 
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether an `as_strided` only regroups packed rows, which may lie otherwise in a micro-batch."""
+    offset = node.args[3] if len(node.args) > 3 else 0
+    return not offset and all(
+        is_row_major(value.shape, value.stride())
+        for value in (node.args[0].meta["val"], node.meta["val"])  # type: ignore[union-attr]
+    )
 
 
 def _is_viewable(tensor: torch.Tensor, shape: list[int]) -> bool:
