@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 
@@ -44,6 +44,17 @@ class Axis:
             for f in (self.outer, self.inner)
         )
         return self.dim, outer, inner
+
+
+def is_row_major(shape: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether symbolic strides are those of packed rows of a symbolic shape."""
+    step: Any = sympy.Integer(1)
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        size, found = (s.node.expr if hasattr(s, "node") else s for s in (size, found))
+        if size != 1 and sympy.expand(found - step) != 0:
+            return False
+        step = step * size
+    return True
 
 
 @dataclass(frozen=True)

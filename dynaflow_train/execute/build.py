@@ -96,7 +96,7 @@ class Builder(Memory):
             target = self._target(value, block)
             if target is not None:
                 self._buffer(target, plain.outputs[index])
-                into = self._into(target, span, block.steps)
+                into = self._into(target, span, block.steps, block.launch)
                 if len(self.slots[into].meta.shape) == len(plain.outputs[index].shape):
                     stores[index] = into
                 else:  # rows of the micro-batch stand apart in the buffer
@@ -217,7 +217,7 @@ class Builder(Memory):
             meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
             if value in self.layout.merged:
                 self._buffer(value, meta)
-                out = self._into(value, span, block.steps)
+                out = self._into(value, span, block.steps, block.launch)
                 if not self.slots[out].meta.is_contiguous:
                     raise SplitError(
                         f"{op.name} would have to write into a strided slice of its merged output."
@@ -248,7 +248,7 @@ class Builder(Memory):
         for value, slot in zip(outputs, slots, strict=True):
             if value in self.layout.merged:
                 self._buffer(value, self.slots[slot].meta)
-                into = self._into(value, span, block.steps)
+                into = self._into(value, span, block.steps, block.launch)
                 block.steps.append(Store(into, slot))
                 self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
         self._add_up(block, outputs, slots)

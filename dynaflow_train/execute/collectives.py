@@ -40,17 +40,17 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
         return None
 
     if name == "all_reduce":
-        options = _options(dist.AllreduceOptions, arguments[1])
+        options = _options(dist.distributed_c10d.AllreduceOptions, arguments[1])
         return lambda x, out, later: done(group.allreduce([out], options[later]), later)
     if name == "all_gather_into_tensor":
-        options = _options(dist.AllgatherOptions)
+        options = _options(dist.distributed_c10d.AllgatherOptions)
         return lambda x, out, later: done(group._allgather_base(out, x, options[later]), later)
     if name == "reduce_scatter_tensor":
-        options = _options(dist.ReduceScatterOptions, arguments[1])
+        options = _options(dist.distributed_c10d.ReduceScatterOptions, arguments[1])
         return lambda x, out, later: done(group._reduce_scatter_base(out, x, options[later]), later)
     if name == "all_to_all_single":
         sent, received = list(arguments[2]), list(arguments[1])
-        options = _options(dist.AllToAllOptions)
+        options = _options(dist.distributed_c10d.AllToAllOptions)
         return lambda x, out, later: done(
             group.alltoall_base(out, x, received, sent, options[later]), later)
     return None

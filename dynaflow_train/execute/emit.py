@@ -99,10 +99,11 @@ def emit(program: Program, lanes: Lanes) -> tuple[Callable[[list[Any]], list[Any
     writer = _Writer(program, lanes)
     for index, slot in program.arguments.items():
         writer.lines.append(f"s{slot} = a[{index}]")
-    writer.lines += ["a.clear()", "L.start()"]
-    start = len(writer.lines)
+    writer.lines.append("a.clear()")
     for step in program.prologue:
         writer.step(step)
+    writer.lines.append("L.start()")  # what the prologue computes is there for every lane
+    start = len(writer.lines)
     for block in program.blocks:
         writer.block(block)
     body = writer.lines[start:]

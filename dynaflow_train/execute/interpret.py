@@ -51,10 +51,10 @@ def interpret(
     for index, slot in program.arguments.items():
         env[slot] = arguments[index]
     arguments.clear()
-    lanes.start()
+    for step in program.prologue:
+        perform(step, env, lanes)
+    lanes.start()  # what the prologue computes is there for every lane
     try:
-        for step in program.prologue:
-            perform(step, env, lanes)
         for block in program.blocks:
             _run(block, env, lanes, before, after)
     except BaseException:

@@ -221,7 +221,7 @@ class Memory:
             pieces = [(s, self.at[value, s]) for s in self.layout.made[value] if (value, s) in self.at]
             for span, slot in pieces:  # parts that came in (saved apart) and are read together
                 self._buffer(value, self.slots[slot].meta)
-                into = self._into(value, span, self.prologue)
+                into = self._into(value, span, self.prologue, None)
                 self.prologue.append(Store(into, slot))
                 self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
         return places
@@ -252,7 +252,10 @@ class Memory:
             self.prologue.append(Alloc(self.buffers[value], meta))
         return self.buffers[value]
 
-    def _into(self, value: str, span: Span, steps: list[Step]) -> int:
+    def _into(self, value: str, span: Span, steps: list[Step], launch: int | None) -> int:
+        """The slice that `launch` writes; the buffer lives until it has."""
+        if launch is not None:
+            self.slots[self.buffers[value]].readers.append(launch)
         part = self._part(value, self.buffers[value], self.everything, span)
         steps.append(part)
         self.sliced.add(part.out)

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from dynaflow_train.ir import Axis
+from dynaflow_train.ir import Axis, is_row_major
 from dynaflow_train.split.axis import (
     OWN,
     PARTIAL,
@@ -149,6 +149,15 @@ def reshape(call: Call) -> Result:
         return info
     before = call.value(call.node.args[0]).shape
     return Info("batch", reshape_axis(info.axis, before, call.out.shape, call.symbol))
+
+
+def as_strided(call: Call) -> Result:
+    """as_strided, where it only regroups packed rows."""
+    source = call.value(call.node.args[0])
+    packed = all(is_row_major(v.shape, v.stride()) for v in (source, call.out))
+    if not packed or call.arg(3, "storage_offset", 0):
+        raise MixesSamples("it addresses memory by itself")
+    return reshape(call)
 
 
 def expand(call: Call) -> Result:

@@ -41,6 +41,7 @@ def _table() -> dict[str, r.Rule]:
         (_FIRST_DIM, r.first_dim),
         (_CREATE, r.create),
         ("view reshape _unsafe_view unflatten flatten", r.reshape),
+        ("as_strided", r.as_strided),
         ("expand", r.expand),
         ("permute transpose t", r.permute),
         ("unsqueeze", r.unsqueeze),
@@ -101,7 +102,7 @@ class Rules:
 SIZE_OPERATORS = frozenset(
     "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_full new_empty "
     "rand randn slice split split_with_sizes empty_strided slice_backward select_backward "
-    "slice_scatter inductor_random unflatten embedding_dense_backward arange iota".split()
+    "slice_scatter as_strided inductor_random unflatten embedding_dense_backward arange iota".split()
 )
 # Operators that only look at their input: they are copied into every op that reads them.
 VIEWS = frozenset(

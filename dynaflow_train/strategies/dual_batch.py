@@ -45,7 +45,10 @@ class DualBatch(CommOverlap):
         if not self.merge_wgrads:
             return ready
         count = Counter(op.op for op in ready)
-        return [op for op in ready if not op.is_wgrad or count[op.op] == len(s.sizes)]
+        return [
+            op for op in ready
+            if not op.is_wgrad or op.micro_batch is None or count[op.op] == len(s.sizes)
+        ]
 
     def together(self, op: ReadyOp, ready: Sequence[ReadyOp]) -> Sequence[ReadyOp]:
         """What is launched when `op` is picked."""

@@ -102,7 +102,9 @@ class Oracle:
         inputs = batch(case, size, dtype, seed)
         self.truth = step(plain(case, dtype).to(exact), cast(inputs, exact))
         self.plain = step(plain(case, dtype), inputs)
-        self.allowed = {k: 2 * e + 1e-5 for k, e in self.plain.worst(self.truth).items()}
+        # Each addend of a micro-batch is rounded, and their sums; what cancels in them shows more.
+        factor, rounding = (2, 1e-5) if dtype == torch.float32 else (4, torch.finfo(dtype).eps / 2)
+        self.allowed = {k: factor * e + rounding for k, e in self.plain.errors(self.truth).items()}
 
     def check(self, found: Result, where: object = "") -> None:
         """Assert that `found` is as near to the truth as the plain run.
@@ -110,7 +112,7 @@ class Oracle:
         Raises:
             AssertionError: lists every tensor that is not.
         """
-        errors = found.worst(self.truth)
+        errors = found.errors(self.truth)
         bad = [f"{k}: {e:.1e} > {self.allowed[k]:.1e}" for k, e in errors.items()
                if not e <= self.allowed[k]]
         assert not bad, f"{where}: " + "; ".join(bad)
