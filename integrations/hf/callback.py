@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from dynaflow_train import api
 
-from . import report, tensor_parallel
+from . import checkpointing, report, tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,14 @@ class DynaFlowCallback(TrainerCallback):
         """Compile in place; the first step captures.
 
         Raises:
-            UnsupportedError: the model is sharded with a plan whose gradients are wrong.
+            UnsupportedError: the model is sharded with a plan whose gradients are wrong, or a region
+                of all layers meets activation checkpointing.
             RecipeError, RuleError: see `dynaflow_train.compile`.
         """
         del args, control, kwargs
         tensor_parallel.check_host_plan(model)
         api.compile(model, self.recipe, **self.options)
+        checkpointing.hoist(model)
         self._meter = _Meter()
         self._meter.attach(model)
         self._told, self._breaks = not state.is_world_process_zero, report.graph_breaks()

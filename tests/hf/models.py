@@ -80,12 +80,13 @@ def _errors(step: Step, truth: Step) -> dict[str, float]:
     return errors
 
 
-def worst_excess(step: Step, plain: Step, truth: Step) -> tuple[float, str]:
+def worst_excess(step: Step, plain: Step, truth: Step, *, least: float = 5e-7) -> tuple[float, str]:
     """How many times the plain run's own rounding error a step is off, at worst, and where.
 
-    A gradient that nearly cancels (of a key's bias) is badly known in the plain run too.
+    A gradient that nearly cancels (of a key's bias) is badly known in the plain run too; an error
+    below `least` is luck.
     """
-    allowed = {name: max(error, 5e-7) for name, error in _errors(plain, truth).items()}
+    allowed = {name: max(error, least) for name, error in _errors(plain, truth).items()}
     excess = {name: error / allowed[name] for name, error in _errors(step, truth).items()}
     name = max(excess, key=excess.__getitem__)
     return excess[name], name
