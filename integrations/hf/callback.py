@@ -45,8 +45,7 @@ class DynaFlowCallback(TrainerCallback):
         """Compile in place; the first step captures.
 
         Raises:
-            UnsupportedError: the model is sharded with a plan whose gradients are wrong, or a region
-                of all layers meets activation checkpointing.
+            UnsupportedError: the model is sharded with a plan whose gradients are wrong.
             RecipeError, RuleError: see `dynaflow_train.compile`.
         """
         del args, control, kwargs
