@@ -51,6 +51,7 @@ class AnySchedule(Strategy):
     def __init__(self, seed: int, lanes: tuple[str, ...] = ("compute", "comm", "copy")) -> None:
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "lanes", lanes)
+        object.__setattr__(self, "drawn", [])  # what was issued, over both phases
 
     def schedule(self, s):
         pick = random.Random(f"{self.seed} {s.context.phase}")
@@ -65,6 +66,7 @@ class AnySchedule(Strategy):
                         break
                     together.append(each)
             s.execute(together, stream=pick.choice(self.lanes[:streams]))
+        self.drawn.append((s.sizes, *s.launches))
 
 
 def sizes_for(batch: int, pick: random.Random, most: int = 4) -> tuple[int, ...]:
