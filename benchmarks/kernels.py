@@ -1,6 +1,6 @@
 """Where a step's GPU time goes: kernels of torch.compile and of a strategy side by side.
 
-    python -m benchmarks.kernels --case 8b-2x4096 --strategies sequential dual_batch
+python -m benchmarks.kernels --case 8b-2x4096 --strategies sequential dual_batch
 """
 
 from __future__ import annotations

@@ -107,10 +107,7 @@ def copied_mib(run: Any) -> float:
     """Bytes written by copies in one step, from the profiler, MiB."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, record_shapes=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         run()
     total = 0.0
     for event in found.events():
@@ -181,7 +178,7 @@ def measure(
             times[name].append(timer.phases(found))
     extra = {}
     for name, model in models.items():
-        run = lambda model=model: step(model, inputs, gradient, timer)  # noqa: E731
+        run = lambda model=model: step(model, inputs, gradient, timer)
         extra[name] = {"peak_mib": peak_mib(run, device), "copied_mib": copied_mib(run)}
     errors = gradient_errors(models, inputs, gradient, timer)
     slowest = slowest_rank(times, device)
@@ -204,14 +201,18 @@ def gradient_errors(models: dict, inputs: dict, gradient: torch.Tensor, timer: T
 
     def gradients(model: Any) -> torch.Tensor:
         step(model, inputs, gradient, timer)
-        local = (getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()
-                 if p.grad is not None)
+        local = (
+            getattr(p.grad, "_local_tensor", p.grad)
+            for p in model.parameters()
+            if p.grad is not None
+        )
         return torch.cat([g.float().flatten() for g in local])
 
     plain = gradients(models["eager"])
     return {
         name: float((gradients(model) - plain).norm() / plain.norm())
-        for name, model in models.items() if "no collectives" not in name
+        for name, model in models.items()
+        if "no collectives" not in name
     }
 
 
@@ -248,19 +249,28 @@ def summarise(
         ratios = sorted(
             (x[0] + x[1]) / (y[0] + y[1]) for x, y in zip(times[base], pairs, strict=True)
         )
-        rows.append({
-            "case": case.name, "link": options.link, "variant": name,
-            "ms": round(whole[name], 3),
-            "p20": round(steps[len(steps) // 5], 3), "p80": round(steps[len(steps) * 4 // 5], 3),
-            "forward_ms": round(phase[name][0], 3), "backward_ms": round(phase[name][1], 3),
-            "speedup": round(statistics.median(ratios), 4),
-            "H": round(gained / max(whole[base] - whole[bare], 1e-9), 3),
-            "E": round(gained / max(whole[base] - limit, 1e-9), 3),
-            "limit_ms": round(limit, 3), "first_step_s": round(begun[name], 1),
-            "gradient_error": errors.get(name), **{k: round(v, 1) for k, v in extra[name].items()},
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "torch": torch.__version__, "rounds": options.rounds,
-        })
+        rows.append(
+            {
+                "case": case.name,
+                "link": options.link,
+                "variant": name,
+                "ms": round(whole[name], 3),
+                "p20": round(steps[len(steps) // 5], 3),
+                "p80": round(steps[len(steps) * 4 // 5], 3),
+                "forward_ms": round(phase[name][0], 3),
+                "backward_ms": round(phase[name][1], 3),
+                "speedup": round(statistics.median(ratios), 4),
+                "H": round(gained / max(whole[base] - whole[bare], 1e-9), 3),
+                "E": round(gained / max(whole[base] - limit, 1e-9), 3),
+                "limit_ms": round(limit, 3),
+                "first_step_s": round(begun[name], 1),
+                "gradient_error": errors.get(name),
+                **{k: round(v, 1) for k, v in extra[name].items()},
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "torch": torch.__version__,
+                "rounds": options.rounds,
+            }
+        )
     return rows
 
 
@@ -268,8 +278,19 @@ def table(rows: list[dict[str, Any]]) -> None:
     """Print."""
     head = rows[0]
     print(f"\n{head['case']}, {head['link']}, limit {head['limit_ms']} ms", flush=True)
-    names = ("variant", "ms", "forward_ms", "backward_ms", "speedup", "H", "E", "peak_mib",
-             "copied_mib", "first_step_s", "gradient_error")
+    names = (
+        "variant",
+        "ms",
+        "forward_ms",
+        "backward_ms",
+        "speedup",
+        "H",
+        "E",
+        "peak_mib",
+        "copied_mib",
+        "first_step_s",
+        "gradient_error",
+    )
     print("  ".join(f"{n:>14}" for n in names))
     for row in rows:
         print("  ".join(f"{row[n]!s:>14.24}" for n in names), flush=True)
@@ -295,14 +316,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for link in options.links if options.device == "cuda" else ["gloo"]:
         environment = os.environ | {
-            "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
             "NVSHMEM_DISABLE_NVLS": "1",
         }
         if link == "no-p2p":
             environment["NCCL_P2P_DISABLE"] = "1"
         subprocess.run(
             [sys.executable, "-m", "benchmarks.tp_overlap", *sys.argv[1:], "--link", link],
-            env=environment, check=False,
+            env=environment,
+            check=False,
         )
         path = Path(f"{options.out}.{link}.json")
         if path.exists():

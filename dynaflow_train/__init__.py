@@ -3,7 +3,7 @@
 from dynaflow_train.annotate import SplitFunc as SplitFunc
 from dynaflow_train.annotate import SplitModule as SplitModule
 from dynaflow_train.annotate import mark as mark
-from dynaflow_train.api import compile as compile  # noqa: A004
+from dynaflow_train.api import compile as compile
 from dynaflow_train.api import explain as explain
 from dynaflow_train.api import plans as plans
 from dynaflow_train.api import undo as undo

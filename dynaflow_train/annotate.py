@@ -10,15 +10,17 @@ innermost; among modules the deepest; then the rule that stands first.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.traceback import annotate
 
 from dynaflow_train.errors import RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 MARK = "dynaflow_mark"  # key of a mark in a node's `custom` metadata
 LABEL = "dynaflow_label"  # key under which capture stamps the rule that won, for later stages
@@ -51,8 +53,10 @@ class SplitModule:
     def matches(self, name: str, class_: object) -> bool:
         """Whether the module called `name` of class `class_` (a type or its name) fits."""
         if isinstance(self.target, str):
-            return any(fnmatch.fnmatchcase(f".{name}", p if p.startswith("*") else f".{p}")
-                       for p in self.target.split("|"))
+            return any(
+                fnmatch.fnmatchcase(f".{name}", p if p.startswith("*") else f".{p}")
+                for p in self.target.split("|")
+            )
         if isinstance(self.target, type):
             if isinstance(class_, type):
                 return issubclass(class_, self.target)
@@ -87,8 +91,10 @@ class SplitFunc:
                 f"{', '.join(COLLECTIVES)}. Give an operator or a function otherwise."
             )
         if not (isinstance(self.target, str) or callable(self.target)):
-            raise RuleError(f"SplitFunc takes an operator, a function or a kind of collective, "
-                            f"not {self.target!r}.")
+            raise RuleError(
+                f"SplitFunc takes an operator, a function or a kind of collective, "
+                f"not {self.target!r}."
+            )
 
     @property
     def is_operator(self) -> bool:

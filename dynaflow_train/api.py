@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,19 +15,20 @@ from dynaflow_train.backend import compile_graph, sessions_of
 from dynaflow_train.config import Recipe
 from dynaflow_train.dispatch import Dispatcher, install, install_stack
 from dynaflow_train.errors import CaptureError, RecipeError
-from dynaflow_train.ir import Interval, Plan, Region
-from dynaflow_train.report import Explanation, explain as explain_one
+from dynaflow_train.report import Explanation
+from dynaflow_train.report import explain as explain_one
 from dynaflow_train.schedule.plot import Panel, perfetto, timeline
 from dynaflow_train.schedule.text import dumps
 from dynaflow_train.session import Session
 from dynaflow_train.strategy import Strategy
 
+if TYPE_CHECKING:
+    from dynaflow_train.ir import Interval, Plan, Region
+
 What = str | Path | Recipe | Strategy
 
 
-def compile(  # noqa: A001 -- reads `df.compile`, as in torch.compile
-    model: torch.nn.Module, what: What, **options: Any
-) -> torch.nn.Module:
+def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Module:
     """Compile the model's regions in place and return the model.
 
     Args:
@@ -188,7 +189,9 @@ class Verification:
 
     def __str__(self) -> str:
         name, error = self.worst
-        return f"loss {self.loss:.2e}; worst of {len(self.gradients)} gradients {error:.2e} ({name})"
+        return (
+            f"loss {self.loss:.2e}; worst of {len(self.gradients)} gradients {error:.2e} ({name})"
+        )
 
 
 def verify(

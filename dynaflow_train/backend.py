@@ -1,15 +1,14 @@
 """The torch.compile backend: the only file that knows the order of the stages.
 
-    capture (Dynamo's graph -> aten graphs) -> split (verdict of every node) -> partition (Region)
-    -> schedule (Plan, per context) -> execute (Program, called from then on)
+capture (Dynamo's graph -> aten graphs) -> split (verdict of every node) -> partition (Region)
+-> schedule (Plan, per context) -> execute (Program, called from then on)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -37,11 +36,17 @@ from dynaflow_train.split.axis import SHARED, expr, plain_by_shape
 from dynaflow_train.split.cost import cost
 from dynaflow_train.split.table import SIZE_OPERATORS, VIEWS, packet_name
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 _SESSIONS = "_dynaflow_sessions"
 
 
 def dynaflow(
-    gm: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None,
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: dict[str, Any] | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
     """Entry point of `torch.compile(model, backend="dynaflow", options={...})`.
@@ -113,7 +118,8 @@ class _Stages:
             return None
         found = any(
             self.batch.symbol in expr(size).free_symbols
-            for node in graph.nodes if node.op == "placeholder"
+            for node in graph.nodes
+            if node.op == "placeholder"
             for size in getattr(node.meta.get("val"), "shape", ())
         )
         return self.batch.symbol if found else None
@@ -146,8 +152,10 @@ class _Stages:
         found = self.analyse_forward(graph)
         outputs = list(next(iter(reversed(graph.nodes))).args[0])
         self.outputs = [
-            (o.meta.get("val"), found.infos.get(o, SHARED)) if isinstance(o, fx.Node)
-            else (None, SHARED) for o in outputs[: slots.num_outputs]
+            (o.meta.get("val"), found.infos.get(o, SHARED))
+            if isinstance(o, fx.Node)
+            else (None, SHARED)
+            for o in outputs[: slots.num_outputs]
         ]
         saved = outputs[slots.num_outputs : slots.num_outputs + len(slots.saved)]
         self.forward_infos = [found.infos.get(n, SHARED) for n in saved]
@@ -156,8 +164,15 @@ class _Stages:
         region = self._region(graph, "forward", found, (), keep)
         self.capture.forward = self._runner(
             GraphFacts(
-                graph, region, found.symbol, slots.num_outputs, slots.saved, slots.slotted,
-                slots.count, slots.ticketed, _is_size,
+                graph,
+                region,
+                found.symbol,
+                slots.num_outputs,
+                slots.saved,
+                slots.slotted,
+                slots.count,
+                slots.ticketed,
+                _is_size,
             )
         )
         return self.capture.forward
@@ -175,22 +190,29 @@ class _Stages:
         region = self._region(graph, "backward", found, parameters, outputs)
         runner = self._runner(
             GraphFacts(
-                graph, region, found.symbol, len(outputs), slots.saved, slots.slotted, slots.count,
-                slots.ticketed, _is_size,
+                graph,
+                region,
+                found.symbol,
+                len(outputs),
+                slots.saved,
+                slots.slotted,
+                slots.count,
+                slots.ticketed,
+                _is_size,
             )
         )
         runner.records = self.capture.forward.records
         self.capture.backward = runner
         return runner
 
-    def _backward_infos(
-        self, graph: fx.Graph, symbol: sympy.Symbol | None
-    ) -> dict[fx.Node, Info]:
+    def _backward_infos(self, graph: fx.Graph, symbol: sympy.Symbol | None) -> dict[fx.Node, Info]:
         if symbol is None:
             return {}
         inputs = [
-            n for n in graph.nodes
-            if n.op == "placeholder" and not n.name.startswith("dynaflow_slot_")
+            n
+            for n in graph.nodes
+            if n.op == "placeholder"
+            and not n.name.startswith("dynaflow_slot_")
             and not isinstance(n.meta.get("val"), torch.SymInt)
         ]
         given = dict(zip(inputs, self.forward_infos, strict=False))
@@ -204,7 +226,8 @@ class _Stages:
         """A gradient lies as the output it belongs to; outputs are told by their shape."""
         shape = [expr(s) for s in value.shape]
         alike = {
-            info for out, info in self.outputs
+            info
+            for out, info in self.outputs
             if isinstance(out, torch.Tensor) and [expr(s) for s in out.shape] == shape
         }
         if len(alike) == 1 and (info := alike.pop()).axis is not None:
@@ -212,14 +235,23 @@ class _Stages:
         return plain_by_shape(value, symbol)
 
     def _region(
-        self, graph: fx.Graph, phase: Phase, found: Analysis, parameters: Sequence[bool],
+        self,
+        graph: fx.Graph,
+        phase: Phase,
+        found: Analysis,
+        parameters: Sequence[bool],
         outputs: Sequence[Any],
     ) -> Region:
         strategy = self.session.strategy
         region = cut(
-            graph, phase, self.capture.name, strategy.rules, _verdicts(found),
+            graph,
+            phase,
+            self.capture.name,
+            strategy.rules,
+            _verdicts(found),
             split_wgrad=strategy.split_wgrad and len(parameters) > 0,
-            parameter_outputs=parameters, outputs=outputs,
+            parameter_outputs=parameters,
+            outputs=outputs,
         )
         if not region.can_split:
             region = replace(region, why_not=self.capture.why_not or "no value carries the batch")
@@ -232,8 +264,13 @@ class _Stages:
             return session.plan(self.capture, *context)
 
         return Runner(
-            facts, session.compiler, make_plan, session.kernel, fast=recipe.engine == "fast",
-            dynamic=session.strategy.dynamic, max_contexts=recipe.max_contexts,
+            facts,
+            session.compiler,
+            make_plan,
+            session.kernel,
+            fast=recipe.engine == "fast",
+            dynamic=session.strategy.dynamic,
+            max_contexts=recipe.max_contexts,
         )
 
 
@@ -249,7 +286,9 @@ def _is_size(node: fx.Node) -> bool:
 def _verdicts(found: Analysis) -> Verdicts:
     def value(node: fx.Node) -> Value:
         info = found.infos.get(node, SHARED)
-        return Value(node.name, info.sharing, info.axis, getattr(node.meta.get("val"), "dtype", None))
+        return Value(
+            node.name, info.sharing, info.axis, getattr(node.meta.get("val"), "dtype", None)
+        )
 
     return Verdicts(
         value=value,

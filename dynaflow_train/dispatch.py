@@ -6,14 +6,17 @@ and state dicts stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dynaflow_train.capture import correct_gradients
 from dynaflow_train.errors import CaptureError
-from dynaflow_train.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dynaflow_train.session import Session
 
 _PLACE = "_compiled_call_impl"
 
@@ -118,9 +121,17 @@ class _Later(Dispatcher):
         hidden = output[0] if isinstance(output, tuple) else output
         given = args[0] if args else kwargs.get("hidden_states")
         rest = {key: value for key, value in kwargs.items() if args or key != "hidden_states"}
-        alike = len(args[1:]) == len(first.given) and rest.keys() == first.kwargs.keys() and all(
-            a is b for a, b in zip((*args[1:], *rest.values()), (
-                *first.given, *(first.kwargs[key] for key in rest)), strict=True)
+        alike = (
+            len(args[1:]) == len(first.given)
+            and rest.keys() == first.kwargs.keys()
+            and all(
+                a is b
+                for a, b in zip(
+                    (*args[1:], *rest.values()),
+                    (*first.given, *(first.kwargs[key] for key in rest)),
+                    strict=True,
+                )
+            )
         )
         if self.is_last or given is not hidden or not alike:
             first.output, first.given, first.kwargs = None, (), {}
@@ -151,8 +162,10 @@ def install_stack(
             which only works layer by layer.
     """
     for layer in layers:
-        if layer._forward_hooks or layer._forward_pre_hooks or getattr(
-            layer, "gradient_checkpointing", False
+        if (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or getattr(layer, "gradient_checkpointing", False)
         ):
             raise CaptureError(
                 f"region 'model' runs all layers at once, but {type(layer).__name__} has hooks or "

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from dynaflow_train.config import Recipe
 from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
-from dynaflow_train.ir import Op, Plan, Region
 from dynaflow_train.overlap_kernels.registry import Registry, default_registry
 from dynaflow_train.partition.chain import chain
 from dynaflow_train.schedule.agree import agree
 from dynaflow_train.schedule.record import record
 from dynaflow_train.schedule.text import dumps, plan_hash
 from dynaflow_train.strategy import Context, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynaflow_train.config import Recipe
+    from dynaflow_train.ir import Op, Plan, Region
 
 
 class DynaFlowWarning(UserWarning):
@@ -116,8 +119,12 @@ class Session:
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"dynaflow/ordinal/{group}/{ranks.rank()}", 1)
         agree(
-            plan_hash(plan, region), dumps(plan), store=store, rank=ranks.rank(),
-            world_size=ranks.size(), key=f"{group}/{number}/{region.phase}",
+            plan_hash(plan, region),
+            dumps(plan),
+            store=store,
+            rank=ranks.rank(),
+            world_size=ranks.size(),
+            key=f"{group}/{number}/{region.phase}",
             timeout_s=self.recipe.agree_timeout_s,
         )
 
@@ -128,8 +135,13 @@ class Session:
             warnings.warn(reason, DynaFlowWarning, stacklevel=3)
 
     def kernel(
-        self, name: str, ops: Sequence[Op], inputs: list[str], outputs: list[str],
-        metas: list[Meta], sizes: Sizes,
+        self,
+        name: str,
+        ops: Sequence[Op],
+        inputs: list[str],
+        outputs: list[str],
+        metas: list[Meta],
+        sizes: Sizes,
     ) -> tuple[Any, tuple[Meta, ...]]:
         """The function of a kernel in place of `ops`, and the metas of its outputs."""
         static = specialise(chain(ops, inputs, outputs), metas, sizes, {})

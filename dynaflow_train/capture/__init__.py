@@ -6,6 +6,11 @@ from dynaflow_train.capture.inputs import BatchInputs, make_batch_symbolic
 from dynaflow_train.capture.labels import stamp
 
 __all__ = [
-    "BatchInputs", "Captured", "Compilers", "capture", "correct_gradients", "make_batch_symbolic",
+    "BatchInputs",
+    "Captured",
+    "Compilers",
+    "capture",
+    "correct_gradients",
+    "make_batch_symbolic",
     "stamp",
 ]

@@ -9,12 +9,14 @@ leave aliased intermediates out, as 2.12 does, cures it. Goes when torch 2.11 do
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo.variables.higher_order_ops as higher_order_ops
 from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _NAME = "collect_intermediate_outputs"
 
@@ -55,8 +57,14 @@ def correct_gradients() -> Iterator[None]:
 
 def needs_correction(gm: fx.GraphModule) -> bool:
     """Whether the graph holds an autograd.Function that was traced with the bug."""
-    return is_affected() and not is_corrected() and any(
-        "autograd_function_apply" in str(node.target)
-        for module in gm.modules() if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes if node.op == "call_function"
+    return (
+        is_affected()
+        and not is_corrected()
+        and any(
+            "autograd_function_apply" in str(node.target)
+            for module in gm.modules()
+            if isinstance(module, fx.GraphModule)
+            for node in module.graph.nodes
+            if node.op == "call_function"
+        )
     )

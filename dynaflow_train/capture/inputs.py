@@ -126,7 +126,8 @@ def _is_elsewhere(symbol: sympy.Symbol, data: list[Input], batch_dim: int) -> bo
     return any(
         isinstance(size, torch.SymInt) and symbol in size.node.expr.free_symbols
         for node, _ in data
-        for dim, size in enumerate(node.meta["example_value"].shape) if dim != batch_dim
+        for dim, size in enumerate(node.meta["example_value"].shape)
+        if dim != batch_dim
     )
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from dynaflow_train.annotate import LABEL, MARK, Rule, SplitFunc, SplitModule
 from dynaflow_train.errors import RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _ROOT = re.compile(r"^L\[['\"]\w+['\"]\]\.?")
 _INDEX = re.compile(r"\._modules\['?(\w+)'?\]|\[(\d+)\]")
@@ -49,7 +51,8 @@ class _Stamper:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.modules = [r for r in rules if isinstance(r, SplitModule)]
         self.functions = [
-            r for r in rules
+            r
+            for r in rules
             if isinstance(r, SplitFunc) and not r.is_operator and not r.is_collective
         ]
         self.hits: set[Rule] = set()
@@ -110,8 +113,11 @@ def stamp(gm: fx.GraphModule, rules: Sequence[Rule]) -> None:
         if rule in stamper.hits or rule.optional:
             continue
         names = sorted(stamper.seen)
-        wanted = rule.target if isinstance(rule.target, str) else getattr(
-            rule.target, "__name__", str(rule.target))
+        wanted = (
+            rule.target
+            if isinstance(rule.target, str)
+            else getattr(rule.target, "__name__", str(rule.target))
+        )
         near = difflib.get_close_matches(str(wanted).strip("*."), names, n=5, cutoff=0.3)
         raise RuleError(
             f"{rule} matches nothing among {len(names)} module names of this graph. "

@@ -8,11 +8,14 @@ so that several forwards with different splits may be pending and each backward 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def add_slots(
     assert outputs[num_outputs : num_outputs + len(saved)] == saved, "tensors come first"
     chosen = [n for n in saved if n in slotted and n.op != "placeholder"]
     slots = Slots(
-        num_outputs, tuple(n.name for n in saved), tuple(n.name for n in chosen), count,
+        num_outputs,
+        tuple(n.name for n in saved),
+        tuple(n.name for n in chosen),
+        count,
         tuple(n.name for n in others),
     )
     if not slots.ticketed:

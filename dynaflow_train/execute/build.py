@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -28,7 +28,11 @@ from dynaflow_train.execute.program import (
     Sum,
 )
 from dynaflow_train.execute.specialise import Sizes
-from dynaflow_train.ir import Launch, Op, Plan, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dynaflow_train.ir import Launch, Op, Plan, Region
 
 
 class Builder(Memory):
@@ -61,10 +65,18 @@ class Builder(Memory):
         self._drops(blocks)
         kept = {r for r in found if isinstance(r, int)}
         return Program(
-            self.plan, self.region, self.setting.device, len(self.slots), places,
-            tuple(self.prologue), tuple(blocks), tuple(epilogue), tuple(found),
+            self.plan,
+            self.region,
+            self.setting.device,
+            len(self.slots),
+            places,
+            tuple(self.prologue),
+            tuple(blocks),
+            tuple(epilogue),
+            tuple(found),
             frozenset(s for s in kept if self.slots[s].home != MAIN),
-            {name: tuple(spans) for name, spans in self.layout.made.items()}, self.copies,
+            {name: tuple(spans) for name, spans in self.layout.made.items()},
+            self.copies,
         )
 
     # launches
@@ -101,11 +113,16 @@ class Builder(Memory):
                     stores[index] = into
                 else:  # rows of the micro-batch stand apart in the buffer
                     self._late_store(block, op, index, value, into)
-        compiled = self.setting.compiler.compile(
-            op, metas, sizes, {i: self.slots[s].meta for i, s in stores.items()}
-        ) if stores else plain
-        outputs = self._outputs(block, op.outputs, span, compiled.outputs, compiled.fresh, stores,
-                                inputs)
+        compiled = (
+            self.setting.compiler.compile(
+                op, metas, sizes, {i: self.slots[s].meta for i, s in stores.items()}
+            )
+            if stores
+            else plain
+        )
+        outputs = self._outputs(
+            block, op.outputs, span, compiled.outputs, compiled.fresh, stores, inputs
+        )
         returned = tuple(s for i, s in enumerate(outputs) if i not in stores)
         run = Run(compiled.call, (*inputs, *(stores[i] for i in sorted(stores))), returned)
         late = [s for s in block.steps if isinstance(s, Store)]
@@ -130,17 +147,21 @@ class Builder(Memory):
 
     def _only_reader(self, value: str) -> Op | None:
         """The op that alone reads a value, which then may overwrite it."""
-        names = {
-            self.plan.launches[p].ops[0] for p in self.layout.readers.get(value, ())
-        }
+        names = {self.plan.launches[p].ops[0] for p in self.layout.readers.get(value, ())}
         kept = value in self.region.outputs or value in self.layout.summed
         if len(names) != 1 or kept or value not in self.region.producer:
             return None
         return self.region.op[next(iter(names))]
 
     def _outputs(
-        self, block: Block, values: Sequence[str], span: Span, metas: Sequence[Meta],
-        fresh: Sequence[bool], stores: Mapping[int, int], inputs: Sequence[int],
+        self,
+        block: Block,
+        values: Sequence[str],
+        span: Span,
+        metas: Sequence[Meta],
+        fresh: Sequence[bool],
+        stores: Mapping[int, int],
+        inputs: Sequence[int],
     ) -> list[int]:
         homes = {self.slots[s].home for s in inputs} | {block.lane}
         found = []
@@ -234,16 +255,20 @@ class Builder(Memory):
         wanted = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in made]
         inputs = [self._read(v, span, block.launch, block.steps) for v in wanted]
         outputs = [
-            v for op in ops for v in op.outputs
+            v
+            for op in ops
+            for v in op.outputs
             if v in self.layout.readers or v in self.region.outputs
         ]
         function, metas = self.setting.kernel(
-            launch.kernel, ops, wanted, outputs, [self.slots[s].meta for s in inputs],
+            launch.kernel,
+            ops,
+            wanted,
+            outputs,
+            [self.slots[s].meta for s in inputs],
             self._sizes(span),
         )
-        slots = self._outputs(
-            block, outputs, span, metas, [True] * len(outputs), {}, inputs
-        )
+        slots = self._outputs(block, outputs, span, metas, [True] * len(outputs), {}, inputs)
         block.steps.append(Run(function, tuple(inputs), tuple(slots)))
         for value, slot in zip(outputs, slots, strict=True):
             if value in self.layout.merged:
@@ -276,7 +301,8 @@ class Builder(Memory):
         reads = input_launches(self.plan, self.region)
         for block in blocks:
             block.own_waits = tuple(
-                p for p in sorted(reads[block.launch])
+                p
+                for p in sorted(reads[block.launch])
                 if blocks[p].is_collective and blocks[p].lane == block.lane
             )
         awaited = {w for block in blocks for w in block.waits}
@@ -295,8 +321,10 @@ class Builder(Memory):
                 blocks[last].drops_after.append(number)
                 continue
             at = max(
-                [last + 1] + [
-                    clocks.first_known(r, slot.home) for r in set(slot.readers)
+                [last + 1]
+                + [
+                    clocks.first_known(r, slot.home)
+                    for r in set(slot.readers)
                     if self.plan.launches[r].stream != slot.home
                 ]
             )

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import fx
 
 _REDUCE = {
-    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT,
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
 }
 Work = Any
 Collective = Callable[[torch.Tensor, torch.Tensor, bool], Work]
@@ -36,7 +39,8 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
     def done(work: Work, later: bool) -> Work:
         if later:
             return work
-        work.wait()
+        if work is not None:  # NCCL gives none for what runs on the current stream
+            work.wait()
         return None
 
     if name == "all_reduce":
@@ -52,7 +56,8 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
         sent, received = list(arguments[2]), list(arguments[1])
         options = _options(dist.distributed_c10d.AllToAllOptions)
         return lambda x, out, later: done(
-            group.alltoall_base(out, x, received, sent, options[later]), later)
+            group.alltoall_base(out, x, received, sent, options[later]), later
+        )
     return None
 
 

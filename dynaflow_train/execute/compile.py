@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._guards import TracingContext, tracing
@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, Static, canonical, specialise
-from dynaflow_train.ir import Op
+
+if TYPE_CHECKING:
+    from dynaflow_train.ir import Op
 
 Executor = Literal["inductor", "eager"]
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -59,8 +61,11 @@ class OpCompiler:
         if id(op) not in self._texts:
             self._texts[id(op)] = (op, canonical(op.graph))
         key = (
-            self._texts[id(op)][1], tuple(metas), tuple(sorted(stores.items())),
-            tuple(sizes.part.values()), tuple(sizes.full.values()),
+            self._texts[id(op)][1],
+            tuple(metas),
+            tuple(sorted(stores.items())),
+            tuple(sizes.part.values()),
+            tuple(sizes.full.values()),
         )
         if key in self._known:
             self.reused += 1

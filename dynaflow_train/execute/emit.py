@@ -6,10 +6,8 @@ lane changes. The text is kept (`source`), so that a person can read what runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynaflow_train.execute.lanes import Lanes
 from dynaflow_train.execute.program import (
     MAIN,
     Alias,
@@ -25,6 +23,11 @@ from dynaflow_train.execute.program import (
     Store,
     Sum,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynaflow_train.execute.lanes import Lanes
 
 
 class _Writer:
@@ -121,5 +124,5 @@ def emit(program: Program, lanes: Lanes) -> tuple[Callable[[list[Any]], list[Any
     writer.lines.append(f"return [{results}]")
     source = "def run(a):\n" + "\n".join(f"    {line}" for line in writer.lines) + "\n"
     scope = dict(writer.names)
-    exec(compile(source, f"<dynaflow {program.region.name} {program.plan.phase}>", "exec"), scope)  # noqa: S102
+    exec(compile(source, f"<dynaflow {program.region.name} {program.plan.phase}>", "exec"), scope)
     return scope["run"], source

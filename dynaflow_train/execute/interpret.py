@@ -6,12 +6,8 @@ work)` when it is issued (measurement).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dynaflow_train.execute.lanes import Lanes
 from dynaflow_train.execute.program import (
     MAIN,
     Alias,
@@ -27,6 +23,11 @@ from dynaflow_train.execute.program import (
     Store,
     Sum,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynaflow_train.execute.lanes import Lanes
 
 Env = list[Any]
 
@@ -68,7 +69,10 @@ def interpret(
 
 
 def _run(
-    block: Block, env: Env, lanes: Lanes, before: Callable[[Block], None],
+    block: Block,
+    env: Env,
+    lanes: Lanes,
+    before: Callable[[Block], None],
     after: Callable[[Block, Any], None],
 ) -> None:
     for slot in block.drops:

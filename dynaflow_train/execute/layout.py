@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from dynaflow_train.ir import Plan, Region
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dynaflow_train.ir import Plan, Region
 
 Span = tuple[int, int]  # micro-batches from, up to
 Spans = dict[str, tuple[Span, ...]]

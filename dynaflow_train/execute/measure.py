@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dynaflow_train.execute.interpret import interpret
 from dynaflow_train.execute.lanes import CudaLanes, Lanes
-from dynaflow_train.execute.program import Block, Program
 from dynaflow_train.ir import Interval
+
+if TYPE_CHECKING:
+    from dynaflow_train.execute.program import Block, Program
 
 
 def measure(

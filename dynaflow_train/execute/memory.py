@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from dynaflow_train.errors import SplitError
-from dynaflow_train.execute.compile import Function, OpCompiler
 from dynaflow_train.execute.layout import Layout, Span
 from dynaflow_train.execute.meta import Meta, row_major
 from dynaflow_train.execute.program import (
@@ -23,8 +22,13 @@ from dynaflow_train.execute.program import (
     Store,
     Sum,
 )
-from dynaflow_train.execute.specialise import Sizes, Symbols
 from dynaflow_train.ir import Axis, Plan, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dynaflow_train.execute.compile import Function, OpCompiler
+    from dynaflow_train.execute.specialise import Symbols
 
 Key = tuple[str, Span]
 
@@ -133,7 +137,9 @@ class Memory:
         view = copied_on is None
         dim, outer, inner = self._axis(value)
         start = self.offsets[span[0]] - self.offsets[held[0]]
-        part = Part(-1, source, dim, outer, inner, self._count(held), start, self._count(span), view)
+        part = Part(
+            -1, source, dim, outer, inner, self._count(held), start, self._count(span), view
+        )
         meta = self.slots[source].meta
         # A meta tensor tells shape and strides of the view without memory.
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
@@ -141,7 +147,8 @@ class Memory:
         copies = outer != 1 and not view
         slot = self._new(
             Meta(tuple(found.shape), tuple(found.stride()), meta.dtype, meta.device),
-            copied_on if copies and copied_on else self.slots[source].home, fresh=False,
+            copied_on if copies and copied_on else self.slots[source].home,
+            fresh=False,
         )
         if copies:
             self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
@@ -180,7 +187,9 @@ class Memory:
         lane, meta = self._lane(launch), self.slots[self.at[value, self.pieces[value][0]]].meta
         if not pieces:
             slot = self._new(meta, lane)
-            steps.append(Run(lambda _: (meta.copy_of(torch.zeros_like(meta.empty())),), (), (slot,)))
+            steps.append(
+                Run(lambda _: (meta.copy_of(torch.zeros_like(meta.empty())),), (), (slot,))
+            )
         else:
             slot = self.at[value, pieces[0]]
         for piece in pieces[1:]:
@@ -218,7 +227,9 @@ class Memory:
             self._put(argument.value, argument.span, slot)
         self._sum_arguments()
         for value in self.layout.merged:
-            pieces = [(s, self.at[value, s]) for s in self.layout.made[value] if (value, s) in self.at]
+            pieces = [
+                (s, self.at[value, s]) for s in self.layout.made[value] if (value, s) in self.at
+            ]
             for span, slot in pieces:  # parts that came in (saved apart) and are read together
                 self._buffer(value, self.slots[slot].meta)
                 into = self._into(value, span, self.prologue, None)
@@ -230,7 +241,7 @@ class Memory:
         """Addends that came in one by one and are read whole."""
         for value in self.layout.summed:
             spans = [s for s in self.layout.made[value] if (value, s) in self.at]
-            for left, right in zip(spans, spans[1:], strict=False):
+            for left, right in itertools.pairwise(spans):
                 before = self.sums.get(value, (self.at[value, left], -1))[0]
                 out = self._new(self.slots[before].meta, MAIN)
                 self.prologue.append(Sum(out, before, self.at[value, right], in_place=False))

@@ -6,16 +6,18 @@ views it needs before, the sums it makes after, and the slots that may be droppe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-from dynaflow_train.execute.collectives import Collective
-from dynaflow_train.execute.compile import Function
-from dynaflow_train.execute.meta import Meta
-from dynaflow_train.ir import Plan, Region
+    import torch
+
+    from dynaflow_train.execute.collectives import Collective
+    from dynaflow_train.execute.compile import Function
+    from dynaflow_train.execute.meta import Meta
+    from dynaflow_train.ir import Plan, Region
 
 MAIN = "compute"  # the lane that is the caller's own stream
 

@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx
 
 from dynaflow_train.execute.build import Builder
-from dynaflow_train.execute.compile import OpCompiler
 from dynaflow_train.execute.emit import emit
 from dynaflow_train.execute.interpret import interpret
 from dynaflow_train.execute.lanes import Lanes, lanes_for
-from dynaflow_train.execute.layout import Span
 from dynaflow_train.execute.measure import measure
 from dynaflow_train.execute.memory import Argument, Result, Setting
 from dynaflow_train.execute.meta import NOTHING, Meta
-from dynaflow_train.execute.program import Program
 from dynaflow_train.ir import Interval, Plan, Region
+
+if TYPE_CHECKING:
+    from dynaflow_train.execute.compile import OpCompiler
+    from dynaflow_train.execute.layout import Span
+    from dynaflow_train.execute.program import Program
 
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
@@ -125,7 +127,8 @@ class Runner:
         self._backward = self.facts.region.phase == "backward"
         nodes = self.facts.placeholders
         self._sizes = [
-            (i, n.meta["val"].node.expr) for i, n in enumerate(nodes)
+            (i, n.meta["val"].node.expr)
+            for i, n in enumerate(nodes)
             if isinstance(n.meta.get("val"), torch.SymInt)
         ]
         slots = [i for i, n in enumerate(nodes) if n.name.startswith("dynaflow_slot_")]
@@ -211,9 +214,7 @@ class Runner:
                 metas[name, piece] = builder.slots[builder.at[name, span]].meta
         return Record(plan, {n: program.spans[n] for n in self.facts.saved}, metas)
 
-    def _arguments(
-        self, arguments: list[Any], record: Record | None, parts: int
-    ) -> list[Argument]:
+    def _arguments(self, arguments: list[Any], record: Record | None, parts: int) -> list[Argument]:
         nodes, found = self.facts.placeholders, []
         everything = (0, parts)
         saved = dict(zip(self._saved_places(), self.facts.saved, strict=False))
@@ -254,9 +255,7 @@ class Runner:
         if self._backward:
             return results
         end = facts.num_outputs + len(facts.saved)
-        results += [
-            Result(n, piece=0) if n in facts.slotted else Result(n) for n in facts.saved
-        ]
+        results += [Result(n, piece=0) if n in facts.slotted else Result(n) for n in facts.saved]
         if facts.ticketed:
             by_name = {o.name: o for o in outputs[facts.num_outputs : end]}
             for name in facts.slotted:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.node import map_aggregate
 
-from dynaflow_train.execute.meta import Meta
 from dynaflow_train.ir import is_row_major
+
+if TYPE_CHECKING:
+    from dynaflow_train.execute.meta import Meta
 
 Symbols = Mapping[sympy.Symbol, int]
 
@@ -57,7 +59,9 @@ def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[t
         map_aggregate(arg, lambda a, at=at: number(a, size=shrinks and not (fills and at == 1)))
         for at, arg in enumerate(node.args)
     )
-    kwargs = {k: map_aggregate(v, lambda a: number(a, size=shrinks)) for k, v in node.kwargs.items()}
+    kwargs = {
+        k: map_aggregate(v, lambda a: number(a, size=shrinks)) for k, v in node.kwargs.items()
+    }
     return args, kwargs
 
 

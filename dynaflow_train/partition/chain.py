@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from dynaflow_train.ir import Op
 from dynaflow_train.partition.collectives import kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynaflow_train.ir import Op
 
 
 def chain(ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
@@ -24,18 +28,17 @@ def chain(ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str]) -> f
         env[name] = graph.placeholder(name)
         env[name].meta = dict(node.meta)
     root = torch.nn.Module()
-    for op, node in sources:
+    for _, node in sources:
         if node.op == "placeholder" and node.name not in env and _is_size(node):
             env[node.name] = graph.placeholder(node.name)
             env[node.name].meta = dict(node.meta)
-    for op, node in sources:
+    for _, node in sources:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(op.graph, str(node.target)))
         if node.op in ("get_attr", "call_function") and node.name not in env:
             new = graph.node_copy(node, lambda n: env[n.name])
             if kind_of(node):
-                new = graph.call_function(
-                    torch.ops._c10d_functional.wait_tensor.default, (new,))
+                new = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (new,))
                 new.meta = dict(node.meta)
             env[node.name] = new
     graph.output(tuple(env[name] for name in outputs))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -23,6 +23,9 @@ from dynaflow_train.partition.collectives import group_of, kind_of
 from dynaflow_train.partition.extract import extract
 from dynaflow_train.partition.group import group
 from dynaflow_train.partition.wgrad import wgrad_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class _Cutter:
 
     def nodes(self) -> list[fx.Node]:
         return [
-            n for n in self.graph.nodes
+            n
+            for n in self.graph.nodes
             if n.op == "call_function" and n in self.verdicts.mode and not self.is_floating(n)
         ]
 
@@ -160,7 +164,8 @@ def cut(
     cutter.outputs.update(outputs)
     if phase == "backward" and split_wgrad:
         flowing = [
-            o for o, is_parameter in zip(outputs, parameter_outputs, strict=True)
+            o
+            for o, is_parameter in zip(outputs, parameter_outputs, strict=True)
             if isinstance(o, fx.Node) and not is_parameter
         ] + [n for n in graph.nodes if kind_of(n)]
         packets = {n: verdicts.packet(n) for n in graph.nodes if n.op == "call_function"}
@@ -174,15 +179,21 @@ def cut(
         for members, op_name in zip(groups, names, strict=True)
     ]
     inputs = tuple(
-        n.name for n in graph.nodes
+        n.name
+        for n in graph.nodes
         if n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.SymInt)
     )
     values = {
-        n.name: verdicts.value(n) for n in graph.nodes
+        n.name: verdicts.value(n)
+        for n in graph.nodes
         if n.op == "placeholder" or n in verdicts.mode
     }
     return Region(
-        name, phase, tuple(ops), values, inputs,
+        name,
+        phase,
+        tuple(ops),
+        values,
+        inputs,
         tuple(o.name if isinstance(o, fx.Node) else None for o in outputs),
         can_split=any(v.sharing == "batch" and v.axis for v in values.values()),
     )
@@ -246,8 +257,14 @@ def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]
     flops, moved = (sum(c) for c in zip(*(verdicts.cost(n) for n in members), strict=True))
     merged = verdicts.mode[members[0]] != "split"
     layer = next(
-        (int(m.group(1)) for n in members for path in reversed(verdicts.modules(n))
-         if (m := re.search(r"(?:^|\.)(\d+)(?:\.|$)", path))), None)
+        (
+            int(m.group(1))
+            for n in members
+            for path in reversed(verdicts.modules(n))
+            if (m := re.search(r"(?:^|\.)(\d+)(?:\.|$)", path))
+        ),
+        None,
+    )
     return Op(
         name=name,
         kind="communication" if collective else "compute" if flops else "memory",

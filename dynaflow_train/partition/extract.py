@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 
 def extract(
@@ -48,7 +51,8 @@ def extract(
     for node in (*dict.fromkeys(floating), *members):
         env[node] = graph.node_copy(node, env.__getitem__)
     results = [
-        n for n in members
+        n
+        for n in members
         if not isinstance(n.meta.get("val"), tuple | list)
         and (n in outputs or any(user not in own and user.op != "output" for user in n.users))
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
-from torch import fx
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from torch import fx
 
 
 def group(

@@ -7,14 +7,24 @@ reductions, such as a norm's weight gradient, stay fused with the op that comput
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import fx
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
-_HEAVY = frozenset({
-    "mm", "bmm", "addmm", "baddbmm", "index_put", "embedding_dense_backward",
-    "_unsafe_masked_index_put_accumulate",
-})
+    from torch import fx
+
+_HEAVY = frozenset(
+    {
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "index_put",
+        "embedding_dense_backward",
+        "_unsafe_masked_index_put_accumulate",
+    }
+)
 
 
 def wgrad_nodes(

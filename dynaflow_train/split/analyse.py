@@ -11,9 +11,8 @@ Nothing in the graph is changed. See docs/invariants.md.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import sympy
 import torch
@@ -31,6 +30,9 @@ from dynaflow_train.split.axis import (
 )
 from dynaflow_train.split.rules import Call, Result, whole
 from dynaflow_train.split.table import LINEAR, Rules, packet_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Mode = Literal["split", "merged", "shared"]
 
@@ -103,7 +105,7 @@ def _decide(
     if WHOLE in (found.infos.get(a) for a in call.tensors):
         return "merged", whole(call), "an input is only known for the whole batch"
     if "partial" in kinds:
-        linear = name in LINEAR and _keeps_sums(node) or _linear_pair(node, found, name)
+        linear = (name in LINEAR and _keeps_sums(node)) or _linear_pair(node, found, name)
         if linear and not sized:
             return "split", _like(node, PARTIAL), None
         return "merged", whole(call), "it needs a sum over the whole batch"
@@ -153,9 +155,7 @@ def _linear_pair(node: fx.Node, found: Analysis, name: str) -> bool:
         return False
     if node.kwargs.get("rounding_mode") is not None or not _keeps_sums(node):
         return False
-    partial = [
-        isinstance(a, fx.Node) and found.infos.get(a) == PARTIAL for a in node.args[:2]
-    ]
+    partial = [isinstance(a, fx.Node) and found.infos.get(a) == PARTIAL for a in node.args[:2]]
     shared = [
         not isinstance(a, fx.Node) or found.infos.get(a, SHARED) == SHARED for a in node.args[:2]
     ]
@@ -167,7 +167,9 @@ def _linear_pair(node: fx.Node, found: Analysis, name: str) -> bool:
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, tuple | list) else []
+    return (
+        [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, tuple | list) else []
+    )
 
 
 def _like(node: fx.Node, info: Info) -> Result:

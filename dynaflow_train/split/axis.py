@@ -10,7 +10,7 @@ import torch
 from dynaflow_train.ir import Axis, Sharing
 
 
-class MixesSamples(Exception):  # noqa: N818 -- a verdict, not a failure: the op runs merged
+class MixesSamples(Exception):
     """This operator cannot run on a part of the batch; the message says why."""
 
 

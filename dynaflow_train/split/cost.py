@@ -40,7 +40,9 @@ def _attention(node: fx.Node) -> int:
 
     torch's own formula refuses keys with fewer heads than queries.
     """
-    tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
+    tensors = [
+        n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)
+    ]
     large = [t for t in tensors if t.dim() == 4]
     backward = "backward" in str(node.target)
     query, key = large[1:3] if backward else large[:2]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -30,6 +29,9 @@ from dynaflow_train.split.axis import (
     quotient,
 )
 from dynaflow_train.split.views import cut_axis, join_axes, reshape_axis
+
+if TYPE_CHECKING:
+    import sympy
 
 Result = Info | tuple[Info, ...]
 
@@ -178,7 +180,7 @@ def permute(call: Call) -> Result:
     if "permute" in str(call.node.target):
         order = [d % ndim for d in call.node.args[1]]
     elif ndim > 1:
-        a, b = (call.node.args[1:3] if len(call.node.args) > 2 else (0, 1))
+        a, b = call.node.args[1:3] if len(call.node.args) > 2 else (0, 1)
         order[a], order[b] = order[b], order[a]
     return batch(order.index(info.axis.dim), info.axis.outer, info.axis.inner)
 
@@ -193,7 +195,7 @@ def unsqueeze(call: Call) -> Result:
 
 
 def squeeze(call: Call) -> Result:
-    """squeeze of chosen dimensions (never of the batch: a batch of one must stay a batch)."""
+    """Squeeze of chosen dimensions (never of the batch: a batch of one must stay a batch)."""
     info, x = call.info(call.node.args[0]), call.value(call.node.args[0])
     if info.axis is None:
         return info
@@ -205,7 +207,7 @@ def squeeze(call: Call) -> Result:
 
 
 def select(call: Call) -> Result:
-    """select and unbind of another dimension."""
+    """Select and unbind of another dimension."""
     info = call.info(call.node.args[0])
     if info.axis is None:
         found = info
@@ -313,8 +315,10 @@ def first_dim(call: Call) -> Result:
     axis = plain.pop()
 
     def of(value: object) -> Info:
-        rows = isinstance(value, torch.Tensor) and value.dim() and has_symbol(
-            value.shape[0], call.symbol
+        rows = (
+            isinstance(value, torch.Tensor)
+            and value.dim()
+            and has_symbol(value.shape[0], call.symbol)
         )
         return Info("batch", axis) if rows else OWN
 
@@ -380,8 +384,10 @@ def index(call: Call) -> Result:
 def index_put(call: Call, *, adds: bool = False) -> Result:
     """Rows added into zeros (the backward of an embedding): an addend per micro-batch."""
     base = call.node.args[0]
-    zero = isinstance(base, fx.Node) and base.op == "call_function" and (
-        ("full" in str(base.target) and base.args[-1] == 0) or "zeros" in str(base.target)
+    zero = (
+        isinstance(base, fx.Node)
+        and base.op == "call_function"
+        and (("full" in str(base.target) and base.args[-1] == 0) or "zeros" in str(base.target))
     )
     if (adds or call.arg(3, "accumulate", False)) and zero and call.info(base).axis is None:
         return PARTIAL

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import sympy
 
 from dynaflow_train.ir import Axis
 from dynaflow_train.split.axis import MixesSamples, expr, quotient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def _product(sizes: Sequence[sympy.Expr]) -> sympy.Expr:

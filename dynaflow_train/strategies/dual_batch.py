@@ -46,7 +46,8 @@ class DualBatch(CommOverlap):
             return ready
         count = Counter(op.op for op in ready)
         return [
-            op for op in ready
+            op
+            for op in ready
             if not op.is_wgrad or op.micro_batch is None or count[op.op] == len(s.sizes)
         ]
 
