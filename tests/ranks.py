@@ -144,7 +144,8 @@ def try_ranks(
     A rank may fail, or kill itself with `os.kill(os.getpid(), signal.SIGKILL)`; the others have
     until `timeout_s`, or `grace_s` after the first failure, and are then killed.
     """
-    context = _forkserver()
+    # A forked process cannot start CUDA once its parent has looked for devices.
+    context = _forkserver() if backend == "gloo" else multiprocessing.get_context("spawn")
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
