@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -87,11 +88,11 @@ def main() -> None:
     """Trains, and writes losses and times into the output folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo_out"))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
 
     trainer = Trainer(
@@ -114,7 +115,8 @@ def main() -> None:
         callbacks=[Bar(args.batch * args.length)],
     )
     trainer.pop_callback(PrinterCallback)
-    trainer.train()
+    with logging_redirect_tqdm():  # messages above the bar, not in it
+        trainer.train()
     if trainer.is_world_process_zero():
         log = json.dumps(trainer.state.log_history, indent=1)
         (args.output / "log.json").write_text(log)
