@@ -32,7 +32,7 @@ def chain(ops: Sequence[Op], inputs: Sequence[str], outputs: Sequence[str]) -> f
         if node.op == "placeholder" and node.name not in env and _is_size(node):
             env[node.name] = graph.placeholder(node.name)
             env[node.name].meta = dict(node.meta)
-    for _, node in sources:
+    for op, node in sources:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(op.graph, str(node.target)))
         if node.op in ("get_attr", "call_function") and node.name not in env:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import sympy
 import torch
@@ -75,8 +75,8 @@ def _is_number(value: object) -> bool:
 
 def _visit(node: fx.Node, found: Analysis, rules: Rules) -> None:
     if node.target is operator.getitem and node.args[0] in found.tuples:
-        source = node.args[0]
-        found.infos[node] = found.tuples[source][node.args[1]]
+        source, place = cast("tuple[fx.Node, int]", node.args)
+        found.infos[node] = found.tuples[source][place]
         found.modes[node] = found.modes[source]
         return
     if found.symbol is None:
@@ -167,9 +167,8 @@ def _linear_pair(node: fx.Node, found: Analysis, name: str) -> bool:
 def _tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return (
-        [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, tuple | list) else []
-    )
+    several = value if isinstance(value, tuple | list) else ()
+    return [v for v in several if isinstance(v, torch.Tensor)]
 
 
 def _like(node: fx.Node, info: Info) -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -10,7 +10,7 @@ import torch
 from dynaflow_train.ir import Axis, Sharing
 
 
-class MixesSamples(Exception):
+class MixesSamples(Exception):  # noqa: N818 - a verdict, not an error
     """This operator cannot run on a part of the batch; the message says why."""
 
 
@@ -31,6 +31,11 @@ WHOLE = Info("batch", None)
 def batch(dim: int, outer: int | sympy.Expr = 1, inner: int | sympy.Expr = 1) -> Info:
     """A tensor cut along `dim`."""
     return Info("batch", Axis(dim, outer, inner))
+
+
+def at(axis: Axis, dim: int) -> Info:
+    """The batch of `axis` on dimension `dim`."""
+    return Info("batch", replace(axis, dim=dim))
 
 
 def expr(size: int | torch.SymInt | sympy.Expr) -> sympy.Expr:

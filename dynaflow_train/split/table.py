@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from dynaflow_train.split import products as p
 from dynaflow_train.split import rules as r
 
 _POINTWISE = """where copy _to_copy fma addcmul addcdiv lerp clamp threshold_backward gelu_backward
@@ -38,7 +39,7 @@ def _table() -> dict[str, r.Rule]:
     for names, rule in (
         (_POINTWISE, r.pointwise),
         (_SAME, r.same),
-        (_FIRST_DIM, r.first_dim),
+        (_FIRST_DIM, p.first_dim),
         (_CREATE, r.create),
         ("view reshape _unsafe_view unflatten flatten", r.reshape),
         ("as_strided", r.as_strided),
@@ -50,14 +51,14 @@ def _table() -> dict[str, r.Rule]:
         ("slice", r.slice_),
         ("split split_with_sizes", r.split),
         ("cat", r.cat),
-        ("mm bmm addmm baddbmm", r.matmul),
-        ("convolution", r.convolution),
-        ("convolution_backward", r.convolution_backward),
-        ("embedding", r.embedding),
-        ("embedding_dense_backward", r.embedding_backward),
-        ("index _unsafe_index", r.index),
-        ("index_put _unsafe_index_put", r.index_put),
-        ("_unsafe_masked_index_put_accumulate", r.masked_index_put),
+        ("mm bmm addmm baddbmm", p.matmul),
+        ("convolution", p.convolution),
+        ("convolution_backward", p.convolution_backward),
+        ("embedding", p.embedding),
+        ("embedding_dense_backward", p.embedding_backward),
+        ("index _unsafe_index", p.index),
+        ("index_put _unsafe_index_put", p.index_put),
+        ("_unsafe_masked_index_put_accumulate", p.masked_index_put),
         ("native_dropout bernoulli rand_like randn_like", r.random_like),
         ("_softmax _log_softmax cumsum cumprod logcumsumexp gather", r.along(1)),
         ("scatter scatter_add scatter_reduce", r.along(1)),
@@ -72,9 +73,9 @@ def _table() -> dict[str, r.Rule]:
         ("mean amax amin any all argmax argmin prod logsumexp max min", r.reduction()),
         ("var std var_mean", r.reduction(keepdim_index=3)),
         ("linalg_vector_norm", r.reduction(2, 3)),
-        ("_c10d_functional.all_gather_into_tensor", r.all_gather),
-        ("_c10d_functional.reduce_scatter_tensor", r.reduce_scatter),
-        ("_c10d_functional.all_to_all_single", r.all_to_all),
+        ("_c10d_functional.all_gather_into_tensor", p.all_gather),
+        ("_c10d_functional.reduce_scatter_tensor", p.reduce_scatter),
+        ("_c10d_functional.all_to_all_single", p.all_to_all),
     ):
         table.update(dict.fromkeys(_names(names), rule))
     return table
@@ -98,21 +99,26 @@ class Rules:
         return rule
 
 
-# Operators (by packet name) whose integer arguments are sizes, which shrink with the micro-batch.
-SIZE_OPERATORS = frozenset(
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Operators (by packet name) whose integer arguments are sizes: they shrink with the micro-batch.
+SIZE_OPERATORS = _set(
     "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_full new_empty "
     "rand randn slice split split_with_sizes empty_strided slice_backward select_backward "
-    "slice_scatter as_strided inductor_random unflatten embedding_dense_backward arange iota".split()
+    "slice_scatter as_strided inductor_random unflatten embedding_dense_backward arange "
+    "iota"
 )
 # Operators that only look at their input: they are copied into every op that reads them.
-VIEWS = frozenset(
+VIEWS = _set(
     "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze select slice alias "
-    "detach split split_with_sizes unbind view_of lift_fresh".split()
+    "detach split split_with_sizes unbind view_of lift_fresh"
 )
 # Operators through which a sum over micro-batches may pass.
-LINEAR = frozenset(
-    "view reshape _unsafe_view permute transpose t unsqueeze squeeze select slice alias detach clone "
-    "neg sum expand convert_element_type _to_copy split split_with_sizes".split()
+LINEAR = _set(
+    "view reshape _unsafe_view permute transpose t unsqueeze squeeze select slice alias detach "
+    "clone neg sum expand convert_element_type _to_copy split split_with_sizes"
 )
 
 

@@ -23,8 +23,8 @@ def reshape_axis(
     """The batch axis after `view`/`reshape` from sizes `before` to `after`.
 
     Rows keep their row-major order, so the batch index stays the digit between the sizes in front
-    of it (`outer`) and behind it (`inner`); the dimension of `after` that holds that digit, and only
-    whole sizes on either side, carries the axis.
+    of it (`outer`) and behind it (`inner`); the dimension of `after` that holds that digit, and
+    only whole sizes on either side, carries the axis.
 
     Raises:
         MixesSamples: no dimension of `after` holds the batch in one piece.

@@ -44,12 +44,8 @@ class DualBatch(CommOverlap):
         ready = s.get_ready_ops()
         if not self.merge_wgrads:
             return ready
-        count = Counter(op.op for op in ready)
-        return [
-            op
-            for op in ready
-            if not op.is_wgrad or op.micro_batch is None or count[op.op] == len(s.sizes)
-        ]
+        whole = {name for name, n in Counter(op.op for op in ready).items() if n == len(s.sizes)}
+        return [op for op in ready if not op.is_wgrad or op.micro_batch is None or op.op in whole]
 
     def together(self, op: ReadyOp, ready: Sequence[ReadyOp]) -> Sequence[ReadyOp]:
         """What is launched when `op` is picked."""
