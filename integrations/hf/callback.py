@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class DynaFlowCallback(TrainerCallback):
     Args:
         recipe: a Recipe, the path of one, a strategy or the name of one.
         write: at the end write `plan.txt`, `trace.json`, `timeline.png` (with matplotlib) and
-            `report.json` into the folder `dynaflow` of the Trainer's output.
+            `report.json` into the folder `dynaflow` of the Trainer's output; with the recipe's
+            `verify` the report holds the worst gradient error of the last batch.
         **options: keys of a recipe, as for `dynaflow_train.compile`.
     """
 
@@ -93,11 +95,14 @@ class DynaFlowCallback(TrainerCallback):
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Write the report, then give the model back as it was."""
+        """Write the report, verified if the recipe says so, then give the model back."""
         del control, kwargs
         self._meter.detach()
-        if self.write and self._meter.batch is not None:
-            report.write(model, self._meter.batch, args.output_dir, state.is_world_process_zero)
+        batch, facts = self._meter.batch, {}
+        if batch is not None and any(s.recipe.verify for s in api.sessions(model)):
+            facts = report.verified(model, batch)
+        if self.write and state.is_world_process_zero:
+            report.write(model, Path(args.output_dir) / "dynaflow", facts)
         api.undo(model)
 
 

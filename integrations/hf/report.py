@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from dynaflow_train.schedule.plot import perfetto, timeline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from dynaflow_train.ir import Region
 
@@ -61,16 +61,10 @@ def hidden_share(model: nn.Module) -> float | None:
     return found.hidden_share if found else None
 
 
-def write(model: nn.Module, batch: Mapping[str, Any], folder: str | Path, main: bool) -> None:
-    """Verify one step, then write `plan.txt`, `report.json`, `trace.json` and `timeline.png`.
+def verified(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The worst relative gradient error of all ranks against the plain step, and whose it is.
 
-    All ranks must call it: the verified step communicates.
-
-    Args:
-        model: compiled, in training mode.
-        batch: keyword arguments of one training call.
-        folder: files go into its folder `dynaflow`.
-        main: whether this rank writes.
+    Two more steps, and two more sets of gradients while they last. All ranks must call it.
     """
     model.train()
     found = api.verify(model, batch)
@@ -79,22 +73,28 @@ def write(model: nn.Module, batch: Mapping[str, Any], folder: str | Path, main: 
         worst: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(worst, (error, name))
         error, name = max(worst)
-    if not main:
-        return
+    return {"loss_error": found.loss, "gradient_error": error, "worst": name}
+
+
+def write(model: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write `plan.txt`, `report.json`, `trace.json` and, with matplotlib, `timeline.png`.
+
+    Args:
+        model: compiled; has run.
+        folder: where to; made if need be.
+        facts: what else the report holds.
+    """
     used, explained = api.plans(model), api.explain(model)
-    target = Path(folder) / "dynaflow"
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "plan.txt").write_text("\n\n".join(map(str, [*used, *explained])), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.txt").write_text("\n\n".join(map(str, [*used, *explained])), encoding="utf-8")
     report = {
-        "loss_error": found.loss,
-        "gradient_error": error,
-        "worst": name,
+        **facts,
         "hidden_share": explained.hidden_share if explained else None,
         "copied_bytes": sum(size for each in used for size in each.copies.values()),
         "torch": torch.__version__,
     }
-    (target / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     panels = [each.panel for each in used if each.intervals]
-    perfetto(panels, target / "trace.json")
+    perfetto(panels, folder / "trace.json")
     if panels and importlib.util.find_spec("matplotlib"):
-        timeline(panels, target / "timeline.png")
+        timeline(panels, folder / "timeline.png")

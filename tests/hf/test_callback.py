@@ -91,7 +91,7 @@ def test_evaluation_and_generation_are_the_hosts(tmp_path):
 
 
 def test_report_is_written_where_it_is_asked_for(tmp_path):
-    callback = DynaFlowCallback("dual_batch", write=True, **EAGER)
+    callback = DynaFlowCallback("dual_batch", write=True, verify=True, **EAGER)
     trainer(build("llama"), tmp_path, callback).train()
     report = json.loads((tmp_path / "dynaflow" / "report.json").read_text())
     assert 0 < report["gradient_error"] < 1e-4
