@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 import torch.distributed as dist
-from torch import fx
 
+from dynaflow_train.config import environment
+from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
@@ -32,6 +33,20 @@ class DynaFlowWarning(UserWarning):
     """Something runs sequentially, and why."""
 
 
+def check_torch(version: str) -> None:
+    """Refuse what is older than was tested.
+
+    Raises:
+        UnsupportedError: torch is older than 2.11.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < (2, 11):
+        raise UnsupportedError(
+            f"dynaflow_train needs torch >= 2.11, found {version}: older ones trace collectives and "
+            f"autograd.Functions differently. Install a newer torch."
+        )
+
+
 @dataclass
 class Capture:
     """One captured graph pair: its regions and the runners that run them."""
@@ -39,7 +54,7 @@ class Capture:
     name: str
     forward: Runner | None = None
     backward: Runner | None = None
-    tokens: sympy.Expr = sympy.Integer(1)
+    tokens: sympy.Expr = sympy.S.One
     why_not: str | None = None
 
     @property
@@ -68,6 +83,7 @@ class Session:
     times: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_torch(torch.__version__)
         self.compiler = OpCompiler(self.recipe.executor)
 
     @property
@@ -97,7 +113,7 @@ class Session:
         context = Context(
             phase=region.phase,
             batch=batch,
-            tokens=int(capture.tokens.xreplace(symbols)),
+            tokens=int(cast("Any", capture.tokens.xreplace(symbols))),
             device="cuda" if torch.cuda.is_available() else "cpu",
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             group_sizes=sizes,
@@ -114,7 +130,7 @@ class Session:
         return plan
 
     def _agree(self, plan: Plan, region: Region, group: str) -> None:
-        """Compare with the group's other ranks; each comparison has its own number on every rank."""
+        """Compare with the group's other ranks; every comparison has a number, alike on all."""
         ranks = _group(group)
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"dynaflow/ordinal/{group}/{ranks.rank()}", 1)
@@ -125,7 +141,7 @@ class Session:
             rank=ranks.rank(),
             world_size=ranks.size(),
             key=f"{group}/{number}/{region.phase}",
-            timeout_s=self.recipe.agree_timeout_s,
+            timeout_s=environment().agree_timeout_s or self.recipe.agree_timeout_s,
         )
 
     def warn(self, reason: str) -> None:
@@ -150,9 +166,4 @@ class Session:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
-
-
-def nodes_of(region: Region) -> list[fx.Node]:
-    """All nodes of a region's op graphs."""
-    return [n for op in region.ops if op.graph is not None for n in op.graph.graph.nodes]
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name))
