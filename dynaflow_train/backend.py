@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sympy
 import torch
@@ -52,8 +52,9 @@ def dynaflow(
     """Entry point of `torch.compile(model, backend="dynaflow", options={...})`.
 
     Args:
-        gm, example_inputs: from Dynamo.
-        options: keys of a `Recipe`; other keys are parameters of the strategy (default: dual_batch).
+        gm: from Dynamo.
+        example_inputs: from Dynamo.
+        options: keys of a `Recipe`; others are parameters of the strategy (default: dual_batch).
 
     Raises:
         RecipeError: unknown option. RuleError: a rule matches nothing.
@@ -77,7 +78,8 @@ def compile_graph(
     stages = _Stages(session, batch, Capture(name, why_not=batch.why_not))
     _register(session, example_inputs)
     session.captures.append(stages.capture)
-    return capture(gm, example_inputs, stages.compilers(), session.max_micro_batches)
+    inputs, wrap = localise(gm, example_inputs)
+    return wrap(capture(gm, inputs, stages.compilers(), session.max_micro_batches))
 
 
 def sessions_of(model: torch.nn.Module) -> list[Session]:
@@ -93,7 +95,7 @@ def _register(session: Session, example_inputs: list[Any]) -> None:
     """Leave the session with the model's parameters: it lives as long as they do."""
     for value in example_inputs:
         if isinstance(value, torch.nn.Parameter):
-            known = value.__dict__.setdefault(_SESSIONS, [])
+            known = vars(value).setdefault(_SESSIONS, [])
             if session not in known:
                 known.append(session)
             return
@@ -114,15 +116,9 @@ class _Stages:
         return Compilers(self.slotted, self.forward, self.backward, _plain)
 
     def _symbol(self, graph: fx.Graph) -> sympy.Symbol | None:
-        if self.batch.symbol is None:
-            return None
-        found = any(
-            self.batch.symbol in expr(size).free_symbols
-            for node in graph.nodes
-            if node.op == "placeholder"
-            for size in getattr(node.meta.get("val"), "shape", ())
-        )
-        return self.batch.symbol if found else None
+        symbol, inputs = self.batch.symbol, [n for n in graph.nodes if n.op == "placeholder"]
+        sizes = [size for n in inputs for size in getattr(n.meta.get("val"), "shape", ())]
+        return symbol if any(symbol in expr(size).free_symbols for size in sizes) else None
 
     def analyse_forward(self, graph: fx.Graph) -> Analysis:
         """Inputs carry the batch where their shape says so, one sample after another."""
@@ -150,57 +146,29 @@ class _Stages:
         """The runner of the forward graph."""
         slots, graph = captured.slots, captured.graph.graph
         found = self.analyse_forward(graph)
-        outputs = list(next(iter(reversed(graph.nodes))).args[0])
-        self.outputs = [
-            (o.meta.get("val"), found.infos.get(o, SHARED))
-            if isinstance(o, fx.Node)
-            else (None, SHARED)
-            for o in outputs[: slots.num_outputs]
-        ]
-        saved = outputs[slots.num_outputs : slots.num_outputs + len(slots.saved)]
-        self.forward_infos = [found.infos.get(n, SHARED) for n in saved]
-        self.capture.tokens = _tokens(graph, self.batch.symbol, self.session.recipe.batch_dim)
-        keep = outputs[: slots.num_outputs + len(slots.saved)]
+        number = slots.num_outputs
+        keep = _outputs(graph)[: number + len(slots.saved)]
+        nodes = [o for o in keep[:number] if isinstance(o, fx.Node)]
+        self.outputs = [(o.meta.get("val"), found.infos.get(o, SHARED)) for o in nodes]
+        self.forward_infos = [found.infos.get(n, SHARED) for n in keep[number:]]
+        self.capture.tokens = _tokens(graph, self.batch.symbol)
         region = self._region(graph, "forward", found, (), keep)
-        self.capture.forward = self._runner(
-            GraphFacts(
-                graph,
-                region,
-                found.symbol,
-                slots.num_outputs,
-                slots.saved,
-                slots.slotted,
-                slots.count,
-                slots.ticketed,
-                _is_size,
-            )
-        )
+        self.capture.forward = self._runner(captured, region, found.symbol, number)
         return self.capture.forward
 
     def backward(self, captured: Captured) -> Runner:
         """The runner of the backward graph."""
-        slots, graph = captured.slots, captured.graph.graph
+        graph = captured.graph.graph
         drop_waits(graph)
         symbol = self._symbol(graph)
         found = analyse(graph, self._backward_infos(graph, symbol), symbol)
-        outputs = list(next(iter(reversed(graph.nodes))).args[0])
+        outputs = _outputs(graph)
         parameters = self.batch.parameters
         if len(parameters) != len(outputs):
             parameters = (False,) * len(outputs)
         region = self._region(graph, "backward", found, parameters, outputs)
-        runner = self._runner(
-            GraphFacts(
-                graph,
-                region,
-                found.symbol,
-                len(outputs),
-                slots.saved,
-                slots.slotted,
-                slots.count,
-                slots.ticketed,
-                _is_size,
-            )
-        )
+        runner = self._runner(captured, region, found.symbol, len(outputs))
+        assert self.capture.forward is not None, "AOTAutograd compiles the forward first"
         runner.records = self.capture.forward.records
         self.capture.backward = runner
         return runner
@@ -257,8 +225,21 @@ class _Stages:
             region = replace(region, why_not=self.capture.why_not or "no value carries the batch")
         return region
 
-    def _runner(self, facts: GraphFacts) -> Runner:
-        session, recipe = self.session, self.session.recipe
+    def _runner(
+        self, captured: Captured, region: Region, symbol: sympy.Symbol | None, num_outputs: int
+    ) -> Runner:
+        session, recipe, slots = self.session, self.session.recipe, captured.slots
+        facts = GraphFacts(
+            captured.graph.graph,
+            region,
+            symbol,
+            num_outputs,
+            slots.saved,
+            slots.slotted,
+            slots.count,
+            slots.ticketed,
+            lambda node: packet_name(node) in SIZE_OPERATORS,
+        )
 
         def make_plan(*context: Any) -> Any:
             return session.plan(self.capture, *context)
@@ -274,13 +255,13 @@ class _Stages:
         )
 
 
-def _plain(captured: Captured) -> Callable[[list[Any]], Any]:
-    forward = captured.graph.forward
+def _plain(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    forward = graph.forward
     return lambda arguments: forward(*arguments)
 
 
-def _is_size(node: fx.Node) -> bool:
-    return packet_name(node) in SIZE_OPERATORS
+def _outputs(graph: fx.Graph) -> list[Any]:
+    return list(cast("Any", graph.output_node().args[0]))
 
 
 def _verdicts(found: Analysis) -> Verdicts:
@@ -307,8 +288,8 @@ def _where(node: fx.Node) -> str:
     return f" ({lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]})" if lines else ""
 
 
-def _tokens(graph: fx.Graph, symbol: sympy.Symbol | None, batch_dim: int) -> sympy.Expr:
-    """Tokens in the batch, by the first input that carries it: [b, s], [b, s, h], [s, b, h], [t, h]."""
+def _tokens(graph: fx.Graph, symbol: sympy.Symbol | None) -> sympy.Expr:
+    """Tokens in the batch, by the first input that carries it: [b, s], [b, s, h], [t, h]."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(value, torch.Tensor) or symbol is None:

@@ -4,6 +4,7 @@ from dynaflow_train.capture.aot import Captured, Compilers, capture
 from dynaflow_train.capture.gradients211 import correct_gradients
 from dynaflow_train.capture.inputs import BatchInputs, make_batch_symbolic
 from dynaflow_train.capture.labels import stamp
+from dynaflow_train.capture.shards import localise
 
 __all__ = [
     "BatchInputs",
@@ -11,6 +12,7 @@ __all__ = [
     "Compilers",
     "capture",
     "correct_gradients",
+    "localise",
     "make_batch_symbolic",
     "stamp",
 ]

@@ -22,10 +22,10 @@ Runner = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Captured:
-    """One aten graph on its way to a runner: `phase` graph, and the slots both graphs share."""
+    """One aten graph on its way to a runner, and the slots that forward and backward share."""
 
     graph: fx.GraphModule
-    slots: Slots | None
+    slots: Slots
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Compilers:
     slotted: Callable[[fx.GraphModule], Collection[fx.Node]]
     forward: Callable[[Captured], Runner]
     backward: Callable[[Captured], Runner]
-    inference: Callable[[Captured], Runner]
+    inference: Callable[[fx.GraphModule], Runner]
 
 
 def boxed(runner: Runner) -> Runner:
@@ -74,7 +74,7 @@ def capture(
         return boxed(compilers.backward(Captured(graph, kept["slots"])))
 
     def inference(graph: fx.GraphModule, _: Any) -> Runner:
-        return boxed(compilers.inference(Captured(graph, None)))
+        return boxed(compilers.inference(graph))
 
     context = TracingContext.get()
     with (

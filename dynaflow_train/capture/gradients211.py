@@ -16,7 +16,7 @@ import torch._dynamo.variables.higher_order_ops as higher_order_ops
 from torch import fx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
 _NAME = "collect_intermediate_outputs"
 
@@ -32,7 +32,7 @@ def is_corrected() -> bool:
 
 
 def install_correction() -> Callable[[], None]:
-    """Correct Dynamo from now on; returns what undoes it. No-op where there is nothing to correct."""
+    """Correct Dynamo, where there is something to correct; returns what undoes it."""
     if not is_affected() or is_corrected():
         return lambda: None
     original = getattr(higher_order_ops, _NAME)
@@ -46,7 +46,7 @@ def install_correction() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def correct_gradients() -> Iterator[None]:
+def correct_gradients() -> Generator[None]:
     """Within it Dynamo traces autograd.Functions rightly; undone at exit."""
     undo = install_correction()
     try:
@@ -57,14 +57,7 @@ def correct_gradients() -> Iterator[None]:
 
 def needs_correction(gm: fx.GraphModule) -> bool:
     """Whether the graph holds an autograd.Function that was traced with the bug."""
-    return (
-        is_affected()
-        and not is_corrected()
-        and any(
-            "autograd_function_apply" in str(node.target)
-            for module in gm.modules()
-            if isinstance(module, fx.GraphModule)
-            for node in module.graph.nodes
-            if node.op == "call_function"
-        )
-    )
+    if not is_affected() or is_corrected():
+        return False
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any("autograd_function_apply" in str(n.target) for g in graphs for n in g.nodes)

@@ -18,8 +18,6 @@ from torch._guards import CompileContext
 
 _ATTEMPTS = "_dynaflow_attempts"
 _STATE = ("_parameters", "_buffers", "_modules", "['_param")
-
-
 Input = tuple[fx.Node, torch.Tensor]
 
 
@@ -40,9 +38,8 @@ class BatchInputs:
 
 def source_name(node: fx.Node) -> str:
     """Where a placeholder comes from, as Python source (`L['x']`)."""
-    name = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(name, "name", "")
-    return name() if callable(name) else str(name)
+    name: Any = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return str(name() if callable(name) else name)
 
 
 def make_batch_symbolic(
@@ -95,7 +92,7 @@ def _find(data: list[Input], batch_dim: int) -> tuple[sympy.Symbol | None, str |
             alike = [v for _, v in data if v.shape[batch_dim] == size]
             _mark(data, alike if tried <= 2 * place else [value], batch_dim)
             for _, each in data:
-                each.__dict__[_ATTEMPTS] = (compile_id, max(tried, 2 * place) + 1)
+                vars(each)[_ATTEMPTS] = (compile_id, max(tried, 2 * place) + 1)
             raise _TraceAgain(restart_reason="dynaflow needs a symbolic batch size")
         why_not = (
             f"the model fixes the batch size: tracing {name} with a symbolic dimension {batch_dim} "
@@ -111,7 +108,7 @@ class _TraceAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
 
 def _attempts(value: torch.Tensor, compile_id: object) -> int:
     """How often this compilation was restarted with `value` among its inputs."""
-    owner, number = value.__dict__.get(_ATTEMPTS, (None, 0))
+    owner, number = vars(value).get(_ATTEMPTS, (None, 0))
     return number if owner == compile_id else 0
 
 
@@ -147,6 +144,6 @@ def _mark(data: list[Input], chosen: list[torch.Tensor], batch_dim: int) -> None
     """Mark the batch dimension of `chosen` alone."""
     for _, value in data:
         for name in ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking"):
-            value.__dict__.pop(name, None)
+            vars(value).pop(name, None)
         if any(value is each for each in chosen):
             torch._dynamo.maybe_mark_dynamic(value, batch_dim)

@@ -1,7 +1,7 @@
 """Stamps on every node of Dynamo's graph the annotation that won.
 
-The stamp travels in `node.meta["custom"]`, which AOTAutograd copies to the aten nodes of the forward
-and of the backward, also through autograd.Function bodies (facts: torch 2.11 and 2.13).
+The stamp travels in `node.meta["custom"]`, which AOTAutograd copies to the aten nodes of forward
+and backward, also through autograd.Function bodies (facts: torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class _Stamper:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.modules = [r for r in rules if isinstance(r, SplitModule)]
         self.functions = [
-            r
-            for r in rules
-            if isinstance(r, SplitFunc) and not r.is_operator and not r.is_collective
+            r for r in rules if isinstance(r, SplitFunc) and not (r.is_operator or r.is_collective)
         ]
         self.hits: set[Rule] = set()
         self.seen: set[str] = set()
@@ -113,12 +111,8 @@ def stamp(gm: fx.GraphModule, rules: Sequence[Rule]) -> None:
         if rule in stamper.hits or rule.optional:
             continue
         names = sorted(stamper.seen)
-        wanted = (
-            rule.target
-            if isinstance(rule.target, str)
-            else getattr(rule.target, "__name__", str(rule.target))
-        )
-        near = difflib.get_close_matches(str(wanted).strip("*."), names, n=5, cutoff=0.3)
+        wanted = str(getattr(rule.target, "__name__", rule.target))
+        near = difflib.get_close_matches(wanted.strip("*."), names, n=5, cutoff=0.3)
         raise RuleError(
             f"{rule} matches nothing among {len(names)} module names of this graph. "
             f"Near: {', '.join(near or names[:8]) or 'none'}."

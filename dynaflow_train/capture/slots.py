@@ -9,7 +9,7 @@ so that several forwards with different splits may be pending and each backward 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -42,10 +42,6 @@ class Slots:
         return self.count > 1 and bool(self.saved)
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
-
-
 def add_slots(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
@@ -56,13 +52,14 @@ def add_slots(
     """Widen both graphs in place. Forward: outputs | saved | slots 1.. | ticket | others.
 
     Args:
-        forward, backward: as AOTAutograd's partition made them.
+        forward: as AOTAutograd's partition made it.
+        backward: likewise.
         num_outputs: how many of the forward's outputs are not saved values.
         slotted: saved forward nodes of which every micro-batch has its own.
         count: slots for each.
     """
-    out = _output(forward.graph)
-    outputs = list(out.args[0])
+    out = forward.graph.output_node()
+    outputs: list[Any] = list(cast("Any", out.args[0]))
     saved = [n for n in outputs[num_outputs:] if isinstance(n.meta.get("val"), torch.Tensor)]
     others = outputs[num_outputs + len(saved) :]
     assert outputs[num_outputs : num_outputs + len(saved)] == saved, "tensors come first"
