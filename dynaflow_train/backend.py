@@ -21,6 +21,7 @@ from dynaflow_train.capture import (
     Captured,
     Compilers,
     capture,
+    localise,
     make_batch_symbolic,
     stamp,
 )
