@@ -1,4 +1,4 @@
-"""dynaflow_train: tensor- and expert-parallel communication beside compute, forward and backward."""
+"""dynaflow_train: communication beside compute in training, forward and backward."""
 
 from dynaflow_train.annotate import SplitFunc as SplitFunc
 from dynaflow_train.annotate import SplitModule as SplitModule

@@ -255,6 +255,6 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+    a, b = (getattr(t, "_local_tensor", t) for t in (a, b))
     scale = b.double().norm()
     return float((a.double() - b.double()).norm() / (scale if scale > 0 else 1.0))

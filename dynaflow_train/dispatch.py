@@ -39,6 +39,7 @@ class Dispatcher:
         return not (self.enabled and self.module.training and torch.is_grad_enabled())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiled or plain, as the moment asks."""
         if self.is_plain():
             return self.module._call_impl(*args, **kwargs)
         with correct_gradients():

@@ -6,6 +6,7 @@ verdict is tested on any machine.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.cuda import nccl
 from .config import MULTICAST_OFF, Environment, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "megatron-core", "numpy")
 OLDEST = {
@@ -66,18 +67,14 @@ class Problem:
 def examine() -> Machine:
     """Looks at this machine; touches no process group and allocates nothing on a device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = itertools.permutations(range(count), 2)
     has_nccl = count > 0 and dist.is_nccl_available()
     return Machine(
         python=tuple(sys.version_info[:3]),
         packages={name: _version(name) for name in PACKAGES},
         compiler=_compiler(),
         gpus=tuple(_gpu(index) for index in range(count)),
-        peers={
-            (i, j): torch.cuda.can_device_access_peer(i, j)
-            for i in range(count)
-            for j in range(count)
-            if i != j
-        },
+        peers={pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs},
         nccl=".".join(map(str, nccl.version())) if has_nccl else None,
         gloo=dist.is_available() and dist.is_gloo_available(),
         environment=environment(),
@@ -112,12 +109,8 @@ def release(version: str) -> tuple[int, ...]:
     >>> release("2.13.0+cpu"), release("5.17.0.dev0"), release("of unknown version")
     ((2, 13), (5, 17), ())
     """
-    numbers: list[int] = []
-    for part in version.split("+")[0].split(".")[:2]:
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in itertools.takewhile(str.isdigit, parts))
 
 
 def problems(machine: Machine) -> list[Problem]:
@@ -127,130 +120,105 @@ def problems(machine: Machine) -> list[Problem]:
     return sorted(found, key=lambda problem: order.index(problem.severity))
 
 
-def _software(machine: Machine) -> list[Problem]:
-    found: list[Problem] = []
+def _software(machine: Machine) -> Iterator[Problem]:
+    packages = machine.packages
     for package, oldest in OLDEST.items():
-        version = machine.packages.get(package)
+        version = packages.get(package)
         seen = release(version) if version else ()
         if seen and seen < oldest:
             need = ".".join(map(str, oldest))
             severity: Severity = "broken" if package == "torch" else "missing"
-            found.append(
-                Problem(severity, f"{package} {version} is refused: needs {need} or newer.")
-            )
-    torch_version = machine.packages.get("torch") or ""
+            yield Problem(severity, f"{package} {version} is refused: needs {need} or newer.")
+    torch_version = packages.get("torch") or ""
     if release(torch_version) == (2, 11):
-        found.append(
-            Problem(
-                "note",
-                f"torch {torch_version} computes wrong gradients for autograd.Functions that write "
-                "in place into what they return; captures work around it. torch 2.13 is right.",
-            )
+        yield Problem(
+            "note",
+            f"torch {torch_version} computes wrong gradients for autograd.Functions that write "
+            "in place into what they return; captures work around it. torch 2.13 is right.",
         )
-    if not machine.packages.get("transformers"):
+    if not packages.get("transformers"):
         text = "transformers is not installed: recipes with host hf need the extra [hf]."
-        found.append(Problem("missing", text))
-    if not machine.packages.get("megatron-core"):
+        yield Problem("missing", text)
+    if not packages.get("megatron-core"):
         python = ".".join(map(str, machine.python[:2]))
         why = f" (its 0.19 asks for Python 3.12, this is {python})" * (machine.python < (3, 12))
-        found.append(Problem("missing", f"megatron-core is not installed{why}: no Megatron host."))
-    if machine.packages.get("accelerate"):
-        found.append(
-            Problem(
-                "note",
-                "accelerate and Trainer know a fixed list of Dynamo backends: 'dynamo_backend: "
-                "dynaflow' and torch_compile_backend='dynaflow' are refused by them. Use the "
-                "launcher (accelerate launch -m dynaflow_train.launch) or DynaFlowCallback.",
-            )
+        yield Problem("missing", f"megatron-core is not installed{why}: no Megatron host.")
+    if packages.get("accelerate"):
+        yield Problem(
+            "note",
+            "accelerate and Trainer know a fixed list of Dynamo backends: 'dynamo_backend: "
+            "dynaflow' and torch_compile_backend='dynaflow' are refused by them. Use the "
+            "launcher (accelerate launch -m dynaflow_train.launch) or DynaFlowCallback.",
         )
     if machine.compiler is None:
-        found.append(
-            Problem(
-                "missing",
-                "no C++ compiler (g++): Inductor cannot compile for the CPU. Install one, or set "
-                "'executor: eager' in the recipe.",
-            )
+        yield Problem(
+            "missing",
+            "no C++ compiler (g++): Inductor cannot compile for the CPU. Install one, or set "
+            "'executor: eager' in the recipe.",
         )
-    return found
 
 
-def _hardware(machine: Machine) -> list[Problem]:
-    found: list[Problem] = []
+def _hardware(machine: Machine) -> Iterator[Problem]:
     if not machine.gloo:
         text = "torch.distributed has no gloo: several ranks on the CPU cannot run."
-        found.append(Problem("missing", text))
+        yield Problem("missing", text)
     if not machine.gpus:
         text = "no CUDA device: plans run on the CPU over gloo; Triton kernels do not run."
-        found.append(Problem("note", text))
+        yield Problem("note", text)
     elif len(machine.gpus) == 1:
-        text = "one CUDA device: tensor parallelism over NCCL needs 2, found 1."
-        found.append(Problem("note", text))
+        yield Problem("note", "one CUDA device: tensor parallelism over NCCL needs 2, found 1.")
     if machine.gpus and machine.nccl is None:
-        found.append(Problem("broken", "this torch has no NCCL: GPUs cannot communicate."))
+        yield Problem("broken", "this torch has no NCCL: GPUs cannot communicate.")
     if machine.gpus and not machine.packages.get("triton"):
-        text = "triton is not installed: Inductor cannot compile for GPUs."
-        found.append(Problem("missing", text))
+        yield Problem("missing", "triton is not installed: Inductor cannot compile for GPUs.")
     if apart := sorted(pair for pair, direct in machine.peers.items() if not direct):
-        text = ", ".join(f"{i}->{j}" for i, j in apart)
-        found.append(
-            Problem(
-                "slow",
-                f"no peer access {text}: NCCL goes through host memory and kernels that use "
-                "symmetric memory or peer copies do not run. Cutting the batch (dual_batch) gains "
-                "most on such links.",
-            )
+        yield Problem(
+            "slow",
+            f"no peer access {', '.join(f'{i}->{j}' for i, j in apart)}: NCCL goes through host "
+            "memory and kernels that use symmetric memory or peer copies do not run. Cutting the "
+            "batch (dual_batch) gains most on such links.",
         )
-    return found
 
 
-def _variables(machine: Machine) -> list[Problem]:
-    found: list[Problem] = []
+def _variables(machine: Machine) -> Iterator[Problem]:
     seen = machine.environment
     off = [name for name, value in MULTICAST_OFF.items() if seen.variables.get(name) == value]
+    rest = [f"{name}={value}" for name, value in MULTICAST_OFF.items() if name not in off]
     if off and not seen.multicast_off:
-        rest = ", ".join(f"{name}={v}" for name, v in MULTICAST_OFF.items() if name not in off)
-        found.append(
-            Problem("note", f"NVLink multicast is off for {', '.join(off)} only; also set {rest}.")
-        )
+        text = f"NVLink multicast is off for {', '.join(off)} only; also set {', '.join(rest)}."
+        yield Problem("note", text)
     if len(machine.gpus) > 1 and not off:
-        every = " ".join(f"{name}={value}" for name, value in MULTICAST_OFF.items())
-        found.append(
-            Problem("note", f"NVLink multicast is on. Where it is forbidden or hangs, set {every}.")
-        )
+        text = f"NVLink multicast is on. Where it is forbidden or hangs, set {' '.join(rest)}."
+        yield Problem("note", text)
     if seen.p2p_off:
-        found.append(
-            Problem(
-                "slow",
-                "NCCL_P2P_DISABLE=1: NCCL goes through host memory. Symmetric memory ignores it: "
-                "compare the two only with NCCL on both sides.",
-            )
+        yield Problem(
+            "slow",
+            "NCCL_P2P_DISABLE=1: NCCL goes through host memory. Symmetric memory ignores it: "
+            "compare the two only with NCCL on both sides.",
         )
     if seen.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
-            Problem(
-                "slow",
-                "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, so kernels "
-                "start in the order of issue and overlap depends on it. Unset it unless the host "
-                "asks for it.",
-            )
+        yield Problem(
+            "slow",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, so kernels "
+            "start in the order of issue and overlap depends on it. Unset it unless the host "
+            "asks for it.",
         )
-    found += [Problem("note", f"{name} is set, and nothing reads it.") for name in seen.unknown]
-    return found
+    for name in seen.unknown:
+        yield Problem("note", f"{name} is set, and nothing reads it.")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def report(machine: Machine) -> str:
     """Machine and problems as text for a terminal."""
     rows = [("python", ".".join(map(str, machine.python)))]
     rows += [(name, version or "not installed") for name, version in machine.packages.items()]
-    rows.append(("C++ compiler", machine.compiler or "none"))
-    rows.append(("NCCL", machine.nccl or "none"))
-    rows.append(("gloo", "yes" if machine.gloo else "no"))
-    rows += [(f"GPU {index}", text) for index, text in enumerate(machine.gpus)]
-    if not machine.gpus:
-        rows.append(("GPU", "none"))
-    rows += [
-        (f"P2P {i}->{j}", "yes" if direct else "no") for (i, j), direct in machine.peers.items()
-    ]
+    rows += [("C++ compiler", machine.compiler or "none"), ("NCCL", machine.nccl or "none")]
+    rows.append(("gloo", _yes(machine.gloo)))
+    rows += [(f"GPU {i}", text) for i, text in enumerate(machine.gpus)] or [("GPU", "none")]
+    rows += [(f"P2P {i}->{j}", _yes(direct)) for (i, j), direct in machine.peers.items()]
     variables = machine.environment.variables
     rows += [(name, variables.get(name, "unset")) for name in MULTICAST_OFF]
     rows += [(name, value) for name, value in variables.items() if name not in MULTICAST_OFF]

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import sympy
 
@@ -41,7 +41,7 @@ class Axis:
     def at(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, int, int]:
         """`(dim, outer, inner)` as numbers, other symbols replaced by their values."""
         outer, inner = (
-            int(f.xreplace(symbols)) if isinstance(f, sympy.Basic) else f
+            int(cast("Any", f.xreplace(symbols))) if isinstance(f, sympy.Basic) else f
             for f in (self.outer, self.inner)
         )
         return self.dim, outer, inner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sympy
 import torch
@@ -42,8 +42,8 @@ def check_torch(version: str) -> None:
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < (2, 11):
         raise UnsupportedError(
-            f"dynaflow_train needs torch >= 2.11, found {version}: older ones trace collectives and "
-            f"autograd.Functions differently. Install a newer torch."
+            f"dynaflow_train needs torch >= 2.11, found {version}: older ones trace collectives "
+            f"and autograd.Functions differently. Install a newer torch."
         )
 
 

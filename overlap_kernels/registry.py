@@ -22,7 +22,10 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 class Kernel(Protocol):
     """What a kernel file offers."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What plans call it."""
+        ...
 
     def can_run(self, graph: fx.GraphModule) -> str | None:
         """None, or why not: dtype, divisibility, P2P, a pattern it does not know."""
@@ -63,13 +66,6 @@ class Registry:
         return kernel.bind(graph)
 
 
-def default_registry() -> Registry:
-    """All kernels that come with dynaflow_train."""
-    registry = Registry()
-    registry.add(Plain())
-    return registry
-
-
 @dataclass(frozen=True)
 class Plain:
     """The chain itself in plain torch: what every other kernel is compared with."""
@@ -84,3 +80,8 @@ class Plain:
         """Run node by node."""
         forward = graph.forward
         return lambda inputs: forward(*inputs)
+
+
+def default_registry() -> Registry:
+    """All kernels that come with dynaflow_train."""
+    return Registry({kernel.name: kernel for kernel in (Plain(),)})

@@ -68,6 +68,9 @@ def capture(
         return forward, backward
 
     def forward(graph: fx.GraphModule, _: Any) -> Runner:
+        metadata = TracingContext.get().fw_metadata
+        if metadata is not None:  # nothing is donated; None would forbid retain_graph
+            metadata.bw_donated_idxs = []
         return boxed(compilers.forward(Captured(graph, kept["slots"])))
 
     def backward(graph: fx.GraphModule, _: Any) -> Runner:

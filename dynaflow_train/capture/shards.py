@@ -7,11 +7,14 @@ would pay for unwrapping), and parameters stay recognisable by their position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import fx
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
 
 
 def localise(

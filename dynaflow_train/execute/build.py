@@ -9,24 +9,12 @@ from torch import fx
 
 from dynaflow_train.clocks import Clocks, input_launches
 from dynaflow_train.errors import SplitError
+from dynaflow_train.execute import program as p
 from dynaflow_train.execute.collectives import bind
 from dynaflow_train.execute.layout import Span, lay_out, span_of
 from dynaflow_train.execute.memory import Argument, Memory, Result, Setting
 from dynaflow_train.execute.meta import Meta, row_major
-from dynaflow_train.execute.program import (
-    MAIN,
-    Alias,
-    Alloc,
-    Block,
-    Communicate,
-    Constant,
-    Program,
-    Restride,
-    Run,
-    Step,
-    Store,
-    Sum,
-)
+from dynaflow_train.execute.program import MAIN, Block, Program
 from dynaflow_train.execute.specialise import Sizes
 
 if TYPE_CHECKING:
@@ -59,7 +47,7 @@ class Builder(Memory):
         )
         places = self._arguments(arguments)
         blocks = [self._block(i, launch) for i, launch in enumerate(self.plan.launches)]
-        epilogue: list[Step] = []
+        epilogue: list[p.Step] = []
         found = [self._result(result, epilogue) for result in results]
         blocks = self._waits(blocks)
         self._drops(blocks)
@@ -112,29 +100,19 @@ class Builder(Memory):
                 if len(self.slots[into].meta.shape) == len(plain.outputs[index].shape):
                     stores[index] = into
                 else:  # rows of the micro-batch stand apart in the buffer
-                    self._late_store(block, op, index, value, into)
-        compiled = (
-            self.setting.compiler.compile(
-                op, metas, sizes, {i: self.slots[s].meta for i, s in stores.items()}
-            )
-            if stores
-            else plain
-        )
-        outputs = self._outputs(
-            block, op.outputs, span, compiled.outputs, compiled.fresh, stores, inputs
-        )
+                    block.steps.append(p.Store(into, index))
+                    self._copied(value, into)
+        slices = {i: self.slots[s].meta for i, s in stores.items()}
+        compiled = self.setting.compiler.compile(op, metas, sizes, slices) if stores else plain
+        made = list(zip(op.outputs, compiled.outputs, compiled.fresh, strict=True))
+        outputs = self._outputs(block, span, made, stores, inputs)
         returned = tuple(s for i, s in enumerate(outputs) if i not in stores)
-        run = Run(compiled.call, (*inputs, *(stores[i] for i in sorted(stores))), returned)
-        late = [s for s in block.steps if isinstance(s, Store)]
-        block.steps[:] = [s for s in block.steps if not isinstance(s, Store)]
+        run = p.Run(compiled.call, (*inputs, *(stores[i] for i in sorted(stores))), returned)
+        late = [s for s in block.steps if isinstance(s, p.Store)]
+        block.steps[:] = [s for s in block.steps if not isinstance(s, p.Store)]
         block.steps.append(run)
-        for store in late:
-            block.steps.append(replace(store, source=outputs[store.source]))
+        block.steps += [replace(store, source=outputs[store.source]) for store in late]
         self._add_up(block, op.outputs, outputs)
-
-    def _late_store(self, block: Block, op: Op, index: int, value: str, into: int) -> None:
-        block.steps.append(Store(into, index))
-        self.copies[value] = self.copies.get(value, 0) + self.slots[into].meta.nbytes
 
     def _target(self, value: str, block: Block) -> str | None:
         """The buffered value that `value` is a part of: itself, or what is reduced in its place."""
@@ -156,22 +134,21 @@ class Builder(Memory):
     def _outputs(
         self,
         block: Block,
-        values: Sequence[str],
         span: Span,
-        metas: Sequence[Meta],
-        fresh: Sequence[bool],
+        made: Sequence[tuple[str, Meta, bool]],
         stores: Mapping[int, int],
         inputs: Sequence[int],
     ) -> list[int]:
+        """Slots for values with their metas and whether they are fresh."""
         homes = {self.slots[s].home for s in inputs} | {block.lane}
-        found = []
-        for index, value in enumerate(values):
+        found: list[int] = []
+        for index, (value, meta, fresh) in enumerate(made):
             if index in stores:
                 slot = stores[index]
             else:
-                slot = self._new(metas[index], block.lane, fresh=fresh[index])
-                # A view keeps another slot's memory: unless all are of one lane, keep it to the end.
-                self.slots[slot].kept = not fresh[index] and len(homes) > 1
+                slot = self._new(meta, block.lane, fresh=fresh)
+                # A view keeps another slot's memory: unless all are of one lane, to the end.
+                self.slots[slot].kept = not fresh and len(homes) > 1
             self._put(value, span, slot)
             found.append(slot)
         return found
@@ -189,7 +166,7 @@ class Builder(Memory):
             alone = alone and value not in self.saved_apart  # the backward wants the addends
             in_place = known.fresh and alone and not known.meta.is_expanded
             out = left if in_place else self._new(self.slots[left].meta, block.lane)
-            block.steps.append(Sum(out, left, slot, in_place))
+            block.steps.append(p.Sum(out, left, slot, in_place))
             self.slots[left].readers.append(block.launch)
             self.slots[slot].readers.append(block.launch)
             if self.plan.launches[before].stream != block.lane:
@@ -198,6 +175,7 @@ class Builder(Memory):
 
     def _collective(self, block: Block, op: Op, span: Span) -> bool:
         span = self.everything if op.merged else span
+        assert op.graph is not None, "ops of a plan's text are never run"
         node = next(n for n in op.graph.graph.nodes if n.op == "call_function")
         full = self._sizes(span)
         arguments = [
@@ -211,17 +189,18 @@ class Builder(Memory):
         meta = self.slots[source].meta
         if not meta.is_contiguous:
             packed = replace(meta, stride=row_major(meta.shape))
-            block.steps.append(Restride(self._new(packed, block.lane), source, packed))
-            source, meta = block.steps[-1].out, packed
-            self.copies[op.inputs[0]] = self.copies.get(op.inputs[0], 0) + meta.nbytes
+            restride = p.Restride(self._new(packed, block.lane), source, packed)
+            block.steps.append(restride)
+            source, meta = restride.out, packed
+            self._copied(op.inputs[0], source)
         reads = op.collective == "all_reduce"
         usable = source in self.sliced if value in self.layout.merged else self.slots[source].fresh
         in_place = reads and usable and self._only_reader(op.inputs[0]) is op
         out = self._collective_output(block, op, span, source, in_place=in_place)
         if reads and not in_place:
-            block.steps.append(Store(out, source))
-            self.copies[value] = self.copies.get(value, 0) + meta.nbytes
-        block.steps.append(Communicate(function, source, out))
+            block.steps.append(p.Store(out, source))
+            self._copied(value, out)
+        block.steps.append(p.Communicate(function, source, out))
         self.slots[out].readers.append(block.launch)
         self._add_up(block, (value,), (out,))
         return True
@@ -232,7 +211,7 @@ class Builder(Memory):
         value = op.outputs[0]
         if in_place:
             out = self._new(self.slots[source].meta, self.slots[source].home)
-            block.steps.append(Alias(out, source))
+            block.steps.append(p.Alias(out, source))
         else:
             metas = [self.slots[source].meta]
             meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
@@ -245,7 +224,7 @@ class Builder(Memory):
                     )
             else:
                 out = self._new(meta, block.lane)
-                block.steps.append(Alloc(out, meta))
+                block.steps.append(p.Alloc(out, meta))
         self._put(value, span, out)
         return out
 
@@ -254,40 +233,33 @@ class Builder(Memory):
         made = {v for op in ops for v in op.outputs}
         wanted = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in made]
         inputs = [self._read(v, span, block.launch, block.steps) for v in wanted]
-        outputs = [
-            v
-            for op in ops
-            for v in op.outputs
-            if v in self.layout.readers or v in self.region.outputs
-        ]
+        read = {*self.layout.readers, *self.region.outputs}
+        outputs = [v for op in ops for v in op.outputs if v in read]
+        known = [self.slots[s].meta for s in inputs]
         function, metas = self.setting.kernel(
-            launch.kernel,
-            ops,
-            wanted,
-            outputs,
-            [self.slots[s].meta for s in inputs],
-            self._sizes(span),
+            launch.kernel, ops, wanted, outputs, known, self._sizes(span)
         )
-        slots = self._outputs(block, outputs, span, metas, [True] * len(outputs), {}, inputs)
-        block.steps.append(Run(function, tuple(inputs), tuple(slots)))
+        fresh = [(value, meta, True) for value, meta in zip(outputs, metas, strict=True)]
+        slots = self._outputs(block, span, fresh, {}, inputs)
+        block.steps.append(p.Run(function, tuple(inputs), tuple(slots)))
         for value, slot in zip(outputs, slots, strict=True):
             if value in self.layout.merged:
                 self._buffer(value, self.slots[slot].meta)
                 into = self._into(value, span, block.steps, block.launch)
-                block.steps.append(Store(into, slot))
-                self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+                block.steps.append(p.Store(into, slot))
+                self._copied(value, slot)
         self._add_up(block, outputs, slots)
 
     # the end
 
-    def _result(self, result: Result, epilogue: list[Step]) -> int | Constant:
+    def _result(self, result: Result, epilogue: list[p.Step]) -> int | p.Constant:
         if result.value is None:
-            return Constant(result.constant)
+            return p.Constant(result.constant)
         span = self.everything
         if result.piece is not None:
             made = self.layout.made[result.value]
             if result.piece >= len(made):
-                return Constant(result.constant)
+                return p.Constant(result.constant)
             span = made[result.piece]
         slot = self._read(result.value, span, len(self.plan.launches), epilogue)
         self.slots[slot].kept = True
@@ -300,11 +272,9 @@ class Builder(Memory):
             block.waits = (*block.waits, *sorted(more))
         reads = input_launches(self.plan, self.region)
         for block in blocks:
-            block.own_waits = tuple(
-                p
-                for p in sorted(reads[block.launch])
-                if blocks[p].is_collective and blocks[p].lane == block.lane
-            )
+            sources = [blocks[at] for at in sorted(reads[block.launch])]
+            own = [b.launch for b in sources if b.is_collective and b.lane == block.lane]
+            block.own_waits = tuple(own)
         awaited = {w for block in blocks for w in block.waits}
         for block in blocks:
             block.awaited = block.launch in awaited
@@ -320,13 +290,7 @@ class Builder(Memory):
             if all(self.plan.launches[r].stream == slot.home for r in slot.readers):
                 blocks[last].drops_after.append(number)
                 continue
-            at = max(
-                [last + 1]
-                + [
-                    clocks.first_known(r, slot.home)
-                    for r in set(slot.readers)
-                    if self.plan.launches[r].stream != slot.home
-                ]
-            )
+            others = {r for r in slot.readers if self.plan.launches[r].stream != slot.home}
+            at = max(last + 1, *(clocks.first_known(r, slot.home) for r in others))
             if at < len(blocks):
                 blocks[at].drops.append(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
         None for a kind that has no direct form; it then runs as the functional operator.
     """
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    group = dist.distributed_c10d._resolve_process_group(str(arguments[-1]))
+    group = dist.distributed_c10d._resolve_process_group(cast("Any", str(arguments[-1])))
 
     def done(work: Work, later: bool) -> Work:
         if later:

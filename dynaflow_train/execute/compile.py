@@ -58,6 +58,7 @@ class OpCompiler:
         self, op: Op, metas: list[Meta], sizes: Sizes, stores: Mapping[int, Meta]
     ) -> CompiledOp:
         """The op on inputs of these metas; see `specialise` for the arguments."""
+        assert op.graph is not None, "ops of a plan's text are never compiled"
         if id(op) not in self._texts:
             self._texts[id(op)] = (op, canonical(op.graph))
         key = (

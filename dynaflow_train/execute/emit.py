@@ -8,21 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynaflow_train.execute.program import (
-    MAIN,
-    Alias,
-    Alloc,
-    Block,
-    Communicate,
-    Constant,
-    Part,
-    Program,
-    Restride,
-    Run,
-    Step,
-    Store,
-    Sum,
-)
+from dynaflow_train.execute import program as p
+from dynaflow_train.execute.program import MAIN, Block, Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,31 +29,31 @@ class _Writer:
         self.names[name] = value
         return name
 
-    def step(self, step: Step) -> None:
+    def step(self, step: p.Step) -> None:
         """One statement; a collective leaves its Work in `w`."""
         match step:
-            case Run(function, inputs, outputs):
+            case p.Run(function, inputs, outputs):
                 call = f"{self.bind('f', function)}([{', '.join(f's{i}' for i in inputs)}])"
                 names = "".join(f"s{o}, " for o in outputs)
                 self.lines.append(f"{names}= {call}" if names else call)
-            case Part(out=out, source=source) if step.outer == 1:
+            case p.Part(out=out, source=source) if step.outer == 1:
                 at, size = step.start * step.inner, step.length * step.inner
                 self.lines.append(f"s{out} = s{source}.narrow({step.dim}, {at}, {size})")
-            case Part(out=out, source=source):
+            case p.Part(out=out, source=source):
                 self.lines.append(f"s{out} = {self.bind('p', step)}.apply(s{source})")
-            case Communicate(function, source, out):
+            case p.Communicate(function, source, out):
                 name = self.bind("c", function)
                 self.lines.append(f"w = {name}(s{source}, s{out}, {self.lanes.asynchronous})")
-            case Sum(out, left, right, in_place):
+            case p.Sum(out, left, right, in_place):
                 right_side = f"s{left}.add_(s{right})" if in_place else f"s{left} + s{right}"
                 self.lines.append(f"s{out} = {right_side}")
-            case Alias(out, source):
+            case p.Alias(out, source):
                 self.lines.append(f"s{out} = s{source}")
-            case Alloc(out, meta):
+            case p.Alloc(out, meta):
                 self.lines.append(f"s{out} = {self.bind('m', meta)}.empty()")
-            case Store(into, source):
+            case p.Store(into, source):
                 self.lines.append(f"s{into}.copy_(s{source}.reshape(s{into}.shape))")
-            case Restride(out, source, meta):
+            case p.Restride(out, source, meta):
                 made = self.bind("m", meta)
                 self.lines.append(
                     f"s{out} = s{source} if {made}.fits(s{source}) else {made}.copy_of(s{source})"
@@ -119,7 +106,7 @@ def emit(program: Program, lanes: Lanes) -> tuple[Callable[[list[Any]], list[Any
     for step in program.epilogue:
         writer.step(step)
     results = ", ".join(
-        writer.bind("k", r.value) if isinstance(r, Constant) else f"s{r}" for r in program.results
+        writer.bind("k", r.value) if isinstance(r, p.Constant) else f"s{r}" for r in program.results
     )
     writer.lines.append(f"return [{results}]")
     source = "def run(a):\n" + "\n".join(f"    {line}" for line in writer.lines) + "\n"

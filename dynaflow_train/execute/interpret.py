@@ -8,21 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynaflow_train.execute.program import (
-    MAIN,
-    Alias,
-    Alloc,
-    Block,
-    Communicate,
-    Constant,
-    Part,
-    Program,
-    Restride,
-    Run,
-    Step,
-    Store,
-    Sum,
-)
+from dynaflow_train.execute import program as p
+from dynaflow_train.execute.program import MAIN, Block, Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +52,7 @@ def interpret(
     lanes.finish([env[slot] for slot in program.foreign])
     for step in program.epilogue:
         perform(step, env, lanes)
-    return [r.value if isinstance(r, Constant) else env[r] for r in program.results]
+    return [r.value if isinstance(r, p.Constant) else env[r] for r in program.results]
 
 
 def _run(
@@ -91,27 +78,27 @@ def _run(
         env[slot] = None
 
 
-def perform(step: Step, env: Env, lanes: Lanes) -> Any:
+def perform(step: p.Step, env: Env, lanes: Lanes) -> Any:
     """One step; gives the Work of a collective."""
     match step:
-        case Run(function, inputs, outputs):
+        case p.Run(function, inputs, outputs):
             results = function([env[slot] for slot in inputs])
             for slot, result in zip(outputs, results, strict=True):
                 env[slot] = result
-        case Part(out=out, source=source):
+        case p.Part(out=out, source=source):
             env[out] = step.apply(env[source])
-        case Communicate(function, source, out):
+        case p.Communicate(function, source, out):
             return function(env[source], env[out], lanes.asynchronous)
-        case Sum(out, left, right, in_place):
+        case p.Sum(out, left, right, in_place):
             env[out] = env[left].add_(env[right]) if in_place else env[left] + env[right]
-        case Alias(out, source):
+        case p.Alias(out, source):
             env[out] = env[source]
-        case Alloc(out, meta):
+        case p.Alloc(out, meta):
             env[out] = meta.empty()
-        case Store(into, source):
+        case p.Store(into, source):
             target = env[into]
             target.copy_(env[source].reshape(target.shape))
-        case Restride(out, source, meta):
+        case p.Restride(out, source, meta):
             tensor = env[source]
             env[out] = tensor if meta.fits(tensor) else meta.copy_of(tensor)
     return None

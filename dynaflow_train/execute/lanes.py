@@ -8,31 +8,20 @@ on the CPU as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dynaflow_train.execute.program import MAIN, Block
 
-
-class Lanes(Protocol):
-    """What running a program needs of a device."""
-
-    asynchronous: bool  # whether a collective is asked for a Work to wait for
-
-    def start(self) -> None: ...
-    def enter(self, lane: str) -> None: ...
-    def wait(self, lane: str, launch: int) -> None: ...
-    def issued(self, lane: str, launch: int, work: Any, *, awaited: bool) -> None: ...
-    def finish(self, results: Sequence[torch.Tensor]) -> None: ...
-    def abandon(self) -> None: ...
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class CpuLanes:
     """Collectives under way, by lane."""
 
-    asynchronous = True
+    asynchronous = True  # a collective is asked for a Work to wait for
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.lane_of = [block.lane for block in blocks]
@@ -123,6 +112,9 @@ class CudaLanes:
         self.finish(())
 
 
+Lanes = CpuLanes | CudaLanes
+
+
 def lanes_for(
     blocks: Sequence[Block], device: torch.device, streams: dict[str, torch.cuda.Stream]
 ) -> Lanes:
@@ -130,6 +122,3 @@ def lanes_for(
     if device.type == "cuda":
         return CudaLanes(blocks, device, streams)
     return CpuLanes(blocks)
-
-
-Hook = Callable[[Block, Any], None]

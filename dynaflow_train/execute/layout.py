@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from dynaflow_train.ir import Plan, Region
 
 Span = tuple[int, int]  # micro-batches from, up to
-Spans = dict[str, tuple[Span, ...]]
 
 
 @dataclass
@@ -44,6 +43,8 @@ def lay_out(
     """Decide for every value.
 
     Args:
+        region: ops and values.
+        plan: what runs when.
         given: inputs that come in parts (saved by a forward), with their spans.
         whole_results: values that leave the region in one piece.
     """
@@ -65,19 +66,24 @@ def lay_out(
                 layout.made.setdefault(value, []).append(span)
     for value in whole_results:
         layout.read.setdefault(value, set()).add(everything)
+    _join(layout, region, everything)
+    return layout
+
+
+def _join(layout: Layout, region: Region, everything: Span) -> None:
+    """What is read in larger pieces than it is made."""
     for value, spans in layout.read.items():
         made, sharing = layout.made[value], region.values[value].sharing
         if sharing == "partial" and len(made) > 1 and everything in spans:
             layout.summed.add(value)
-        elif sharing == "batch" and any(_joins(span, made) for span in spans):
+        elif sharing == "batch" and any(_touches_several(span, made) for span in spans):
             layout.merged.add(value)
-    return layout
 
 
 def _wanted(region: Region, value: str, span: Span, everything: Span) -> Span:
     return everything if region.values[value].sharing == "shared" else span
 
 
-def _joins(span: Span, made: list[Span]) -> bool:
+def _touches_several(span: Span, made: list[Span]) -> bool:
     """Whether a read of `span` touches more than one of the pieces made."""
     return sum(a < span[1] and span[0] < b for a, b in made) > 1

@@ -126,6 +126,9 @@ class Memory:
             )
         return axis.at(self.setting.symbols)
 
+    def _copied(self, value: str, slot: int) -> None:
+        self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+
     def _lane(self, launch: int) -> str:
         """The lane of a launch; the epilogue runs on the main one."""
         return self.plan.launches[launch].stream if launch < len(self.plan.launches) else MAIN
@@ -137,9 +140,8 @@ class Memory:
         view = copied_on is None
         dim, outer, inner = self._axis(value)
         start = self.offsets[span[0]] - self.offsets[held[0]]
-        part = Part(
-            -1, source, dim, outer, inner, self._count(held), start, self._count(span), view
-        )
+        count = self._count(held)
+        part = Part(-1, source, dim, outer, inner, count, start, self._count(span), view)
         meta = self.slots[source].meta
         # A meta tensor tells shape and strides of the view without memory.
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
@@ -151,7 +153,7 @@ class Memory:
             fresh=False,
         )
         if copies:
-            self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+            self._copied(value, slot)
         return replace(part, out=slot)
 
     def _read(self, value: str, span: Span, launch: int, steps: list[Step]) -> int:
@@ -187,9 +189,8 @@ class Memory:
         lane, meta = self._lane(launch), self.slots[self.at[value, self.pieces[value][0]]].meta
         if not pieces:
             slot = self._new(meta, lane)
-            steps.append(
-                Run(lambda _: (meta.copy_of(torch.zeros_like(meta.empty())),), (), (slot,))
-            )
+            zeros = lambda _: (meta.copy_of(torch.zeros_like(meta.empty())),)  # noqa: E731
+            steps.append(Run(zeros, (), (slot,)))
         else:
             slot = self.at[value, pieces[0]]
         for piece in pieces[1:]:
@@ -213,8 +214,8 @@ class Memory:
                 return held
         kind = self.region.values[value].sharing
         raise SplitError(
-            f"{value} ({kind}) is made for single micro-batches and needed for all of them at once; "
-            f"it has no batch dimension to join along."
+            f"{value} ({kind}) is made for single micro-batches and needed for all of them at "
+            f"once; it has no batch dimension to join along."
         )
 
     def _arguments(self, arguments: Sequence[Argument]) -> dict[int, int]:
@@ -227,14 +228,13 @@ class Memory:
             self._put(argument.value, argument.span, slot)
         self._sum_arguments()
         for value in self.layout.merged:
-            pieces = [
-                (s, self.at[value, s]) for s in self.layout.made[value] if (value, s) in self.at
-            ]
-            for span, slot in pieces:  # parts that came in (saved apart) and are read together
+            spans = [span for span in self.layout.made[value] if (value, span) in self.at]
+            for span in spans:  # parts that came in (saved apart) and are read together
+                slot = self.at[value, span]
                 self._buffer(value, self.slots[slot].meta)
                 into = self._into(value, span, self.prologue, None)
                 self.prologue.append(Store(into, slot))
-                self.copies[value] = self.copies.get(value, 0) + self.slots[slot].meta.nbytes
+                self._copied(value, slot)
         return places
 
     def _sum_arguments(self) -> None:

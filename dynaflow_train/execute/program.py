@@ -34,8 +34,8 @@ class Alloc:
 class Part:
     """`out` = samples `start` to `start + length` of `source`.
 
-    With `outer > 1` the rows of a micro-batch stand apart: the part is a copy unless `view` asks for
-    the strided view that keeps `outer`, batch and inner rows as three dimensions.
+    With `outer > 1` the rows of a micro-batch stand apart: the part is a copy unless `view` asks
+    for the strided view that keeps `outer`, batch and inner rows as three dimensions.
     """
 
     out: int

@@ -6,10 +6,11 @@ which. Contexts are kept up to a limit, the least recently used goes first.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sympy
 import torch
@@ -96,7 +97,7 @@ class GraphFacts:
     @property
     def outputs(self) -> list[Any]:
         """The graph's outputs."""
-        return list(next(iter(reversed(self.graph.nodes))).args[0])
+        return list(cast("Any", self.graph.output_node().args[0]))
 
 
 @dataclass
@@ -166,10 +167,11 @@ class Runner:
             expr: int(arguments[i]) for i, expr in self._sizes if isinstance(expr, sympy.Symbol)
         }
         for node, value in zip(self.facts.placeholders, arguments, strict=True):
-            shape = getattr(node.meta.get("val"), "shape", ())
+            shape: Any = getattr(node.meta.get("val"), "shape", ())
             for traced, real in zip(shape, getattr(value, "shape", ()), strict=False):
-                if isinstance(traced, torch.SymInt) and isinstance(traced.node.expr, sympy.Symbol):
-                    symbols.setdefault(traced.node.expr, int(real))
+                symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
+                if isinstance(symbol, sympy.Symbol):
+                    symbols.setdefault(symbol, int(real))
         return symbols
 
     def _make(self, arguments: list[Any], ticket: int) -> Entry:
@@ -197,10 +199,9 @@ class Runner:
             at = number if number is not None else self._unticketed(symbols)
             self.records[at] = self._record(plan, builder, program)
         lanes = lanes_for(program.blocks, device, self.streams)
+        call, source = functools.partial(interpret, program, lanes), None
         if self.fast:
             call, source = emit(program, lanes)
-        else:
-            call, source = _interpreted(program, lanes), None
         return Entry(plan, program, lanes, call, source, tensor)
 
     def _unticketed(self, symbols: Symbols) -> int:
@@ -208,11 +209,13 @@ class Runner:
         return -2 - (hash(tuple(sorted((str(k), v) for k, v in symbols.items()))) & 0xFFFFFFFF)
 
     def _record(self, plan: Plan, builder: Builder, program: Program) -> Record:
-        metas: dict[tuple[str, int], Meta] = {}
-        for name in self.facts.saved:
-            for piece, span in enumerate(program.spans[name]):
-                metas[name, piece] = builder.slots[builder.at[name, span]].meta
-        return Record(plan, {n: program.spans[n] for n in self.facts.saved}, metas)
+        spans = {name: program.spans[name] for name in self.facts.saved}
+        metas = {
+            (name, piece): builder.slots[builder.at[name, span]].meta
+            for name, pieces in spans.items()
+            for piece, span in enumerate(pieces)
+        }
+        return Record(plan, spans, metas)
 
     def _arguments(self, arguments: list[Any], record: Record | None, parts: int) -> list[Argument]:
         nodes, found = self.facts.placeholders, []
@@ -222,8 +225,7 @@ class Runner:
         first_slot = next(
             (i for i, n in enumerate(nodes) if n.name.startswith("dynaflow_slot_")), 0
         )
-        for index, node in enumerate(nodes):
-            value = arguments[index]
+        for index, (node, value) in enumerate(zip(nodes, arguments, strict=True)):
             if isinstance(node.meta.get("val"), torch.SymInt):
                 continue
             if not isinstance(value, torch.Tensor):  # opaque (a mesh): only handed through
@@ -278,7 +280,3 @@ def _whole(output: Any, symbols: Symbols) -> Result:
     if isinstance(value, torch.SymInt):
         return Result(constant=int(value.node.expr.xreplace(symbols)))
     return Result(output.name)
-
-
-def _interpreted(program: Program, lanes: Lanes) -> Callable[[list[Any]], list[Any]]:
-    return lambda arguments: interpret(program, lanes, arguments)

@@ -136,7 +136,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether an `as_strided` only regroups packed rows, which may lie otherwise in a micro-batch."""
+    """Whether an `as_strided` only regroups packed rows; a micro-batch's may lie otherwise."""
     offset = node.args[3] if len(node.args) > 3 else 0
     return not offset and all(
         is_row_major(value.shape, value.stride())

@@ -24,11 +24,9 @@ def _name(node: fx.Node) -> tuple[str, str]:
 def kind_of(node: fx.Node) -> str | None:
     """`all_reduce` and so on for a node that launches a collective, else None."""
     namespace, name = _name(node)
-    return (
-        _KINDS.get(name, name)
-        if namespace == "_c10d_functional" and name != "wait_tensor"
-        else None
-    )
+    if namespace != "_c10d_functional" or name == "wait_tensor":
+        return None
+    return _KINDS.get(name, name)
 
 
 def group_of(node: fx.Node) -> str:

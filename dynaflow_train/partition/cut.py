@@ -22,10 +22,12 @@ from dynaflow_train.ir import Op, Phase, Region, Value
 from dynaflow_train.partition.collectives import group_of, kind_of
 from dynaflow_train.partition.extract import extract
 from dynaflow_train.partition.group import group
-from dynaflow_train.partition.wgrad import wgrad_nodes
+from dynaflow_train.partition.wgrad import above, wgrad_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+Label = tuple[str, str | None]  # mode and rule; "collective" and its name
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class _Cutter:
     outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     operator_hits: set[Rule] = field(default_factory=set)
-    labels: dict[fx.Node, Hashable] = field(default_factory=dict)
+    labels: dict[fx.Node, Label] = field(default_factory=dict)
 
     def is_floating(self, node: fx.Node) -> bool:
         """Views of shared values and constants: copied into every op that reads them."""
@@ -81,20 +83,18 @@ class _Cutter:
     def rule_label(self, node: fx.Node) -> str | None:
         """Label of an operator rule, else the stamp of capture."""
         for rule in self.rules:
-            if isinstance(rule, SplitFunc) and rule.is_operator:
-                target = node.target
-                packet = getattr(target, "overloadpacket", None)
-                if rule.target in (target, packet):
-                    self.operator_hits.add(rule)
-                    where = self.verdicts.modules(node)
-                    return f"{where[-1] if where else ''}.{self.verdicts.packet(node)}".lstrip(".")
+            targets = (node.target, getattr(node.target, "overloadpacket", None))
+            if isinstance(rule, SplitFunc) and rule.is_operator and rule.target in targets:
+                self.operator_hits.add(rule)
+                where = self.verdicts.modules(node)
+                return f"{where[-1] if where else ''}.{self.verdicts.packet(node)}".lstrip(".")
         return (node.meta.get("custom") or {}).get(LABEL)
 
-    def label(self, node: fx.Node) -> Hashable:
+    def label(self, node: fx.Node) -> Label:
         if node in self.labels:
             return self.labels[node]
         if node.target is operator.getitem:
-            key = self.label(node.args[0])  # type: ignore[arg-type]
+            key = self.label(node.all_input_nodes[0])
         elif kind_of(node):
             key = ("collective", node.name)
         else:
@@ -133,7 +133,7 @@ class _Cutter:
         return found
 
 
-def cut(
+def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
     graph: fx.Graph,
     phase: Phase,
     name: str,
@@ -160,17 +160,15 @@ def cut(
         RuleError: a rule about an operator matches nothing (forward only).
     """
     cutter = _Cutter(graph, phase, rules, verdicts)
-    needed = _needed(outputs)
+    needed = above(outputs)
     cutter.outputs.update(outputs)
     if phase == "backward" and split_wgrad:
-        flowing = [
-            o
-            for o, is_parameter in zip(outputs, parameter_outputs, strict=True)
-            if isinstance(o, fx.Node) and not is_parameter
-        ] + [n for n in graph.nodes if kind_of(n)]
+        pairs = zip(outputs, parameter_outputs, strict=True)
+        flowing = [output for output, is_parameter in pairs if not is_parameter]
+        flowing += [n for n in graph.nodes if kind_of(n)]
         packets = {n: verdicts.packet(n) for n in graph.nodes if n.op == "call_function"}
         cutter.wgrads = wgrad_nodes(graph, flowing, packets)
-    nodes = [n for n in cutter.nodes() if n in needed]
+    nodes = [n for n in cutter.nodes() if n in needed]  # dead nodes must not look like work
     groups = group(nodes, cutter.label, cutter.sources)
     _check_operator_rules(cutter, rules, phase, verdicts)
     names = _names(groups, cutter)
@@ -178,37 +176,18 @@ def cut(
         _op(members, op_name, cutter, set(outputs))
         for members, op_name in zip(groups, names, strict=True)
     ]
-    inputs = tuple(
-        n.name
-        for n in graph.nodes
-        if n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.SymInt)
-    )
-    values = {
-        n.name: verdicts.value(n)
-        for n in graph.nodes
-        if n.op == "placeholder" or n in verdicts.mode
-    }
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = [n.name for n in given if not isinstance(n.meta.get("val"), torch.SymInt)]
+    values = {n.name: verdicts.value(n) for n in (*given, *verdicts.mode)}
     return Region(
         name,
         phase,
         tuple(ops),
         values,
-        inputs,
+        tuple(inputs),
         tuple(o.name if isinstance(o, fx.Node) else None for o in outputs),
         can_split=any(v.sharing == "batch" and v.axis for v in values.values()),
     )
-
-
-def _needed(outputs: Sequence[object]) -> set[fx.Node]:
-    """Everything above the outputs; dead nodes cost nothing and must not look like work."""
-    found: set[fx.Node] = set()
-    stack = [o for o in outputs if isinstance(o, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _check_operator_rules(
@@ -236,16 +215,14 @@ def _names(groups: list[list[fx.Node]], cutter: _Cutter) -> list[str]:
     taken: dict[str, int] = {}
     names = []
     for members in groups:
-        key = cutter.label(members[0])
         where = cutter.verdicts.modules(members[-1]) or cutter.verdicts.modules(members[0])
         module = where[-1] if where else cutter.phase
         if kind := kind_of(members[0]):
             stamped = cutter.rule_label(members[0])
             base = f"{stamped or module}.{kind}"
         else:
-            mode, rule = key  # type: ignore[misc]
-            base = rule or module
-            base = f"{base}.{mode}" if mode != "split" else base
+            mode, rule = cutter.label(members[0])
+            base = (rule or module) if mode == "split" else f"{rule or module}.{mode}"
         taken[base] = taken.get(base, 0) + 1
         names.append(base if taken[base] == 1 else f"{base}.{taken[base]}")
     return names
@@ -256,15 +233,8 @@ def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]
     graph, inputs, results = extract(members, outputs, cutter.is_floating)
     flops, moved = (sum(c) for c in zip(*(verdicts.cost(n) for n in members), strict=True))
     merged = verdicts.mode[members[0]] != "split"
-    layer = next(
-        (
-            int(m.group(1))
-            for n in members
-            for path in reversed(verdicts.modules(n))
-            if (m := re.search(r"(?:^|\.)(\d+)(?:\.|$)", path))
-        ),
-        None,
-    )
+    paths = [path for n in members for path in reversed(verdicts.modules(n))]
+    layers = [int(number) for path in paths for number in re.findall(r"(?<![^.])\d+(?![^.])", path)]
     return Op(
         name=name,
         kind="communication" if collective else "compute" if flops else "memory",
@@ -272,7 +242,7 @@ def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]
         outputs=tuple(n.name for n in results),
         merged=merged,
         is_wgrad=members[0] in cutter.wgrads,
-        layer=layer,
+        layer=next(iter(layers), None),
         collective=collective,
         group=group_of(members[0]) if collective else None,
         flops=flops,

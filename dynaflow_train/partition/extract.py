@@ -26,36 +26,39 @@ def extract(
     """
     own, graph = set(members), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    inputs: list[fx.Node] = []
+    inputs: dict[fx.Node, None] = {}
+    floating: dict[fx.Node, None] = {}
+    sizes: dict[fx.Node, None] = {}
 
     def bring(node: fx.Node) -> None:
-        if node in env or node in own:
+        if node in own:
             return
         if node.op != "placeholder" and is_floating(node):
             for arg in node.all_input_nodes:
                 bring(arg)
-            floating.append(node)
+            floating[node] = None
         elif isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | int | float):
-            sizes.append(node)
-        elif node not in inputs:
-            inputs.append(node)
+            sizes[node] = None
+        else:
+            inputs[node] = None
 
-    floating: list[fx.Node] = []
-    sizes: list[fx.Node] = []
     for node in members:
         for arg in node.all_input_nodes:
             bring(arg)
-    for node in (*inputs, *dict.fromkeys(sizes)):
+    for node in (*inputs, *sizes):
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
-    for node in (*dict.fromkeys(floating), *members):
+    for node in (*floating, *members):
         env[node] = graph.node_copy(node, env.__getitem__)
-    results = [
-        n
-        for n in members
-        if not isinstance(n.meta.get("val"), tuple | list)
-        and (n in outputs or any(user not in own and user.op != "output" for user in n.users))
-    ]
+    results = [n for n in members if _is_result(n, own, outputs)]
     graph.output(tuple(env[n] for n in results))
     owner = members[0].graph.owning_module
-    return fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph), inputs, results
+    module = fx.GraphModule(owner if owner is not None else torch.nn.Module(), graph)
+    return module, list(inputs), results
+
+
+def _is_result(node: fx.Node, own: set[fx.Node], outputs: Collection[object]) -> bool:
+    """Whether others read a member; a tuple is read through its items, which are members too."""
+    if isinstance(node.meta.get("val"), tuple | list):
+        return False
+    return node in outputs or any(u not in own and u.op != "output" for u in node.users)

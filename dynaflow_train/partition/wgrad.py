@@ -9,26 +9,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import fx
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_TABLES = {"index_put", "embedding_dense_backward", "_unsafe_masked_index_put_accumulate"}
 
-_HEAVY = frozenset(
-    {
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "index_put",
-        "embedding_dense_backward",
-        "_unsafe_masked_index_put_accumulate",
-    }
-)
+
+def above(nodes: Iterable[object]) -> set[fx.Node]:
+    """The nodes among these, and everything that they need."""
+    found: set[fx.Node] = set()
+    stack = [node for node in nodes if isinstance(node, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def wgrad_nodes(
-    graph: fx.Graph, flowing: Iterable[fx.Node], heavy_names: dict[fx.Node, str]
+    graph: fx.Graph, flowing: Iterable[object], heavy_names: dict[fx.Node, str]
 ) -> dict[fx.Node, fx.Node]:
     """Every node of a wgrad, with the matrix product it belongs to.
 
@@ -37,23 +40,17 @@ def wgrad_nodes(
         flowing: outputs that are gradients of inputs, and all collectives.
         heavy_names: packet name of every call_function node.
     """
-    critical: set[fx.Node] = set()
-    stack = list(flowing)
-    while stack:
-        node = stack.pop()
-        if node not in critical:
-            critical.add(node)
-            stack.extend(node.all_input_nodes)
+    critical = above(flowing)
     owner: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:  # downward: the products and what only follows from them
         if node.op != "call_function" or node in critical:
             continue
-        if heavy_names.get(node) in _HEAVY:
+        if heavy_names.get(node) in _PRODUCTS | _TABLES:
             owner[node] = node
         else:
-            above = [owner[a] for a in node.all_input_nodes if a in owner]
-            if above:
-                owner[node] = above[0]
+            for source in node.all_input_nodes:
+                if source in owner:
+                    owner.setdefault(node, owner[source])
     for node in reversed(graph.nodes):  # upward: what exists for them alone
         if node.op != "call_function" or node in critical or node in owner or not node.users:
             continue
