@@ -23,24 +23,6 @@ Clock = dict[str, int]
 FLOPS_PER_MS, MEMORY_BYTES_PER_MS, LINK_BYTES_PER_MS = 4e11, 3e9, 1.5e8
 
 
-def known(launches: Sequence[Launch]) -> tuple[Clock, ...]:
-    """For each launch and each stream: the last position there known to be complete at its start.
-
-    A stream of which nothing is known is absent. On a launch's own stream it is the launch before
-    it. Waits must point backwards (`check` refuses others).
-    """
-    clocks: list[Clock] = []
-    latest: dict[str, int] = {}
-    for position, launch in enumerate(launches):
-        clock: Clock = {}
-        own = latest.get(launch.stream)
-        for source in launch.waits if own is None else (own, *launch.waits):
-            _join(clock, launches[source].stream, source, clocks[source])
-        clocks.append(clock)
-        latest[launch.stream] = position
-    return tuple(clocks)
-
-
 class Clocks:
     """The clocks of one plan, kept for many questions."""
 
@@ -49,8 +31,21 @@ class Clocks:
 
     @cached_property
     def known(self) -> tuple[Clock, ...]:
-        """See `known`."""
-        return known(self.launches)
+        """For each launch and stream: the last position there known to be complete at its start.
+
+        A stream of which nothing is known is absent. On a launch's own stream it is the launch
+        before it. Waits must point backwards (`check` refuses others).
+        """
+        clocks: list[Clock] = []
+        latest: dict[str, int] = {}
+        for position, launch in enumerate(self.launches):
+            clock: Clock = {}
+            own = latest.get(launch.stream)
+            for source in launch.waits if own is None else (own, *launch.waits):
+                _join(clock, self.launches[source].stream, source, clocks[source])
+            clocks.append(clock)
+            latest[launch.stream] = position
+        return tuple(clocks)
 
     @cached_property
     def positions(self) -> Mapping[str, list[int]]:
@@ -73,11 +68,6 @@ class Clocks:
         # What a stream knows only grows, so the first position is found by bisection.
         at = bisect_left(positions, True, key=lambda position: self.is_known(launch, position))
         return positions[at] if at < len(positions) else len(self.launches)
-
-
-def first_known(launches: Sequence[Launch], launch: int, stream: str) -> int:
-    """One question to `Clocks.first_known`; for many questions keep a `Clocks`."""
-    return Clocks(launches).first_known(launch, stream)
 
 
 def place_waits(

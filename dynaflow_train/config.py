@@ -73,7 +73,7 @@ class Recipe:
         object.__setattr__(self, "parameters", dict(self.parameters))  # the caller keeps theirs
 
     @classmethod
-    def load(cls, path: str | Path, valid_parameters: Collection[str] | None = None) -> Self:
+    def load(cls, path: str | Path) -> Self:
         """Reads a YAML file whose keys are the attributes above.
 
         Raises:
@@ -92,16 +92,14 @@ class Recipe:
             raise RecipeError(
                 f"{source}: must hold keys and values ('strategy: dual_batch'), found {found}"
             )
-        return cls._build(cast("dict[Any, Any]", content), source, valid_parameters)
+        return cls._build(cast("dict[Any, Any]", content), source)
 
     @classmethod
-    def from_options(
-        cls, options: Mapping[str, Any], valid_parameters: Collection[str] | None = None
-    ) -> Self:
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
         """Reads `torch.compile(options=...)`: keys that are no attribute are strategy parameters.
 
         Raises:
-            RecipeError: as `load`; a parameter's name is checked only against `valid_parameters`.
+            RecipeError: as `load`; names of parameters are checked by `strategies.get`.
         """
         given = dict(options)
         own = {key: given.pop(key) for key in list(given) if key in _NAMES}
@@ -110,35 +108,17 @@ class Recipe:
             if twice := sorted(set(given) & set(cast("Mapping[str, Any]", parameters))):
                 raise RecipeError(f"options: {twice[0]!r} is given twice, also in 'parameters'")
             own["parameters"] = {**parameters, **given}
-        return cls._build(own, "options", valid_parameters)
+        return cls._build(own, "options")
 
     @classmethod
-    def _build(
-        cls, content: Mapping[Any, Any], source: str, valid_parameters: Collection[str] | None
-    ) -> Self:
+    def _build(cls, content: Mapping[Any, Any], source: str) -> Self:
         for key in content:
             if key not in _NAMES:
                 raise RecipeError(f"{source}: unknown key {key!r}. {nearest(str(key), _NAMES)}")
         if "strategy" not in content:
             raise RecipeError(f"{source}: no 'strategy' given; `dynaflow strategies` lists them")
         _check(content, source)
-        recipe = cls(**content)
-        if valid_parameters is not None:
-            recipe.check_parameters(valid_parameters, source)
-        return recipe
-
-    def check_parameters(self, valid: Collection[str], source: str = "recipe") -> None:
-        """Refuses parameters that the strategy, whose parameter names are `valid`, does not have.
-
-        Raises:
-            RecipeError: names the nearest parameter or recipe key.
-        """
-        for name in self.parameters:
-            if name not in valid:
-                hint = nearest(name, [*valid, *_NAMES])
-                raise RecipeError(
-                    f"{source}: strategy {self.strategy!r} has no parameter {name!r}. {hint}"
-                )
+        return cls(**content)
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes by name, with `parameters` as a dict of its own."""

@@ -177,13 +177,12 @@ class Scheduler:
     def _asked(self, parts: int | Sequence[int] | None) -> tuple[int, ...]:
         """The sizes asked for, checked against batch and capture."""
         batch, most = self.context.batch, self.context.max_micro_batches
+        parts = self.context.forward_sizes if parts is None else parts
         if parts is None:
-            if self.context.forward_sizes is None:
-                raise SplitError(
-                    "split() without sizes returns the forward's, in the backward. In the forward "
-                    "give the number of micro-batches or their sizes."
-                )
-            return self.context.forward_sizes
+            raise SplitError(
+                "split() without sizes returns the forward's, in the backward. In the forward "
+                "give the number of micro-batches or their sizes."
+            )
         number = parts if isinstance(parts, int) else len(parts)
         if not 1 <= number <= batch:
             raise SplitError(
@@ -376,23 +375,14 @@ class Scheduler:
 
     def _view(self, run: tuple[int, int]) -> ReadyOp:
         """What a strategy sees of one run; made once."""
-        if (seen := self._views.get(run)) is not None:
-            return seen
+        if run in self._views:
+            return self._views[run]
         op = self._region.ops[run[0]]
         micro_batch = None if run[1] == ALL else self.micro_batches[run[1]]
         estimated_ms = estimate_ms(op, self.context.times) * self._share(run[1])
-        self._views[run] = view = ReadyOp(
-            op.name,
-            micro_batch,
-            op.kind,
-            op.layer,
-            self._region.phase,
-            op.is_communication,
-            op.is_wgrad,
-            estimated_ms,
-            op.collective,
-        )
-        return view
+        what = op.name, micro_batch, op.kind, op.layer, self._region.phase
+        kind = op.is_communication, op.is_wgrad, estimated_ms, op.collective
+        return self._views.setdefault(run, ReadyOp(*what, *kind))
 
 
 def _lane(op: ReadyOp) -> str:

@@ -6,14 +6,14 @@ Every error is a ScheduleError that shows the plan with an arrow at the line.
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from dynaflow_train.clocks import Clocks, input_launches, parts_read
 from dynaflow_train.errors import ScheduleError
 from dynaflow_train.schedule.text import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from dynaflow_train.ir import Launch, Op, Plan, Region
 
@@ -32,7 +32,12 @@ def check(plan: Plan, region: Region, batch: int | None = None, rank: int | None
             before its inputs; micro-batches merged that are not adjacent; a wait is missing or does
             not point backwards.
     """
-    _Checker(plan, region, rank).run(batch)
+    for position, what in _problems(plan, region, batch):
+        who = "" if rank is None else f"rank {rank}, "
+        raise ScheduleError(
+            f"{who}{region.name} {region.phase}, position {position}: {what}. "
+            f"{_advice(plan)}\n{show(plan.launches, position)}"
+        )
 
 
 def check_collectives(plans: Mapping[int, Plan], region: Region) -> None:
@@ -57,114 +62,86 @@ def check_collectives(plans: Mapping[int, Plan], region: Region) -> None:
                     )
 
 
-class _Checker:
-    def __init__(self, plan: Plan, region: Region, rank: int | None) -> None:
-        self.plan, self.region, self.rank = plan, region, rank
-        self.number = len(plan.sizes)
-        self.issued: dict[tuple[str, int], int] = {}
-
-    def run(self, batch: int | None) -> None:
-        self.sizes(batch)
-        for position, launch in enumerate(self.plan.launches):
-            self.shape(position, launch)
-            for name in launch.ops:
-                self.inputs(position, launch, self.region.op[name])
-                self.issued.update({(name, part): position for part in launch.micro_batches})
-        lacking = [
-            f"{op.name}[{part}]"
-            for op in self.region.ops
-            for part in range(self.number)
-            if (op.name, part) not in self.issued
-        ]
-        if lacking:
-            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-            self.refuse(
-                len(self.plan.launches), f"{', '.join(lacking[:3])}{more} is missing from the plan"
-            )
-        self.waits()
-
-    def sizes(self, batch: int | None) -> None:
-        sizes, region = self.plan.sizes, self.region
-        if self.plan.phase != region.phase:
-            self.refuse(0, f"a {self.plan.phase} plan was given to a {region.phase} region")
-        if not sizes or min(sizes) < 0 or (len(sizes) > 1 and min(sizes) < 1):
-            self.refuse(0, f"micro-batches of {list(sizes)} samples: each needs at least one")
-        if batch is not None and sum(sizes) != batch:
-            self.refuse(
-                0, f"micro-batches of {list(sizes)} samples make {sum(sizes)}, the batch {batch}"
-            )
-        if len(sizes) > 1 and not region.can_split:
-            self.refuse(
-                0, f"{len(sizes)} micro-batches of a region that cannot be cut: {region.why_not}"
-            )
-
-    def shape(self, position: int, launch: Launch) -> None:
-        """The launch by itself: known ops, known micro-batches, what may be in one launch."""
-        parts, shown = launch.micro_batches, " + ".join(launch.ops)
+def _problems(plan: Plan, region: Region, batch: int | None) -> Iterator[tuple[int, str]]:
+    """Position, and what is wrong there. Checks rely on those before: only the first counts."""
+    yield from ((0, what) for what in _sizes(plan, region, batch))
+    number = len(plan.sizes)
+    issued: dict[tuple[str, int], int] = {}
+    for position, launch in enumerate(plan.launches):
+        yield from ((position, what) for what in _shape(launch, region, number))
         for name in launch.ops:
-            if name not in self.region.op:
-                self.refuse(position, f"{name} is no op of {self.region.name} {self.region.phase}")
-        if not launch.ops or not parts or not set(parts) <= set(range(self.number)):
-            self.refuse(
-                position,
-                f"{shown or 'no op'} for micro-batches {list(parts)}; the plan has "
-                f"{self.number}, from 0 on",
-            )
-        if parts != tuple(range(parts[0], parts[0] + len(parts))):
-            self.refuse(position, f"{shown} merges micro-batches {list(parts)}, not adjacent")
-        if len(launch.ops) > 1 and launch.kernel is None:
-            self.refuse(position, f"{shown} are several ops without a kernel that replaces them")
-        for name in launch.ops:
-            if self.region.op[name].merged and len(parts) != self.number:
-                self.refuse(
+            found = _inputs(plan, region, launch, region.op[name], issued)
+            yield from ((position, what) for what in found)
+            issued.update({(name, part): position for part in launch.micro_batches})
+    runs = [(op.name, part) for op in region.ops for part in range(number)]
+    if lacking := [f"{name}[{part}]" for name, part in runs if (name, part) not in issued]:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        yield len(plan.launches), f"{', '.join(lacking[:3])}{more} is missing from the plan"
+    yield from _waits(plan, region)
+
+
+def _sizes(plan: Plan, region: Region, batch: int | None) -> Iterator[str]:
+    sizes = plan.sizes
+    if plan.phase != region.phase:
+        yield f"a {plan.phase} plan was given to a {region.phase} region"
+    if not sizes or min(sizes) < 0 or (len(sizes) > 1 and min(sizes) < 1):
+        yield f"micro-batches of {list(sizes)} samples: each needs at least one"
+    if batch is not None and sum(sizes) != batch:
+        yield f"micro-batches of {list(sizes)} samples make {sum(sizes)}, the batch {batch}"
+    if len(sizes) > 1 and not region.can_split:
+        yield f"{len(sizes)} micro-batches of a region that cannot be cut: {region.why_not}"
+
+
+def _shape(launch: Launch, region: Region, number: int) -> Iterator[str]:
+    """The launch by itself: known ops, known micro-batches, what may be in one launch."""
+    parts, shown = launch.micro_batches, " + ".join(launch.ops)
+    for name in launch.ops:
+        if name not in region.op:
+            yield f"{name} is no op of {region.name} {region.phase}"
+    if not launch.ops or not parts or not set(parts) <= set(range(number)):
+        what = f"{shown or 'no op'} for micro-batches {list(parts)}"
+        yield f"{what}; the plan has {number}, from 0 on"
+    if parts != tuple(range(parts[0], parts[0] + len(parts))):
+        yield f"{shown} merges micro-batches {list(parts)}, not adjacent"
+    if len(launch.ops) > 1 and launch.kernel is None:
+        yield f"{shown} are several ops without a kernel that replaces them"
+    for name in launch.ops:
+        if region.op[name].merged and len(parts) != number:
+            yield f"{name} runs once for all {number} micro-batches, here for {list(parts)}"
+
+
+def _inputs(
+    plan: Plan, region: Region, launch: Launch, op: Op, issued: Mapping[tuple[str, int], int]
+) -> Iterator[str]:
+    """Issued once, and after everything it reads."""
+    for part in launch.micro_batches:
+        if (op.name, part) in issued:
+            yield f"{op.name}[{part}] was issued before, at {issued[op.name, part]}"
+    for source in region.predecessors[op.name]:
+        for part in parts_read(op, region.op[source], launch, len(plan.sizes)):
+            if (source, part) not in issued:
+                later = [str(i) for i, each in enumerate(plan.launches) if source in each.ops]
+                where = f"is at {', '.join(later)}" if later else "is missing"
+                yield f"{op.name} runs before its input {source}[{part}], which {where}"
+
+
+def _waits(plan: Plan, region: Region) -> Iterator[tuple[int, str]]:
+    """Waits point backwards, and cover every value that crosses streams."""
+    launches = plan.launches
+    for position, launch in enumerate(launches):
+        for wait in launch.waits:
+            if not 0 <= wait < position:
+                yield position, f"it waits for position {wait}, which does not come before it"
+    clocks = Clocks(launches)
+    for position, sources in enumerate(input_launches(plan, region)):
+        for source in sorted(sources):
+            if not clocks.is_known(source, position):
+                reader, read = launches[position], launches[source]
+                yield (
                     position,
-                    f"{name} runs once for all {self.number} micro-batches, here for {list(parts)}",
+                    f"{' + '.join(reader.ops)} on {reader.stream} reads {' + '.join(read.ops)} of "
+                    f"position {source} on {read.stream} without a wait",
                 )
-
-    def inputs(self, position: int, launch: Launch, op: Op) -> None:
-        """Issued once, and after everything it reads."""
-        for part in launch.micro_batches:
-            if (op.name, part) in self.issued:
-                before = self.issued[op.name, part]
-                self.refuse(position, f"{op.name}[{part}] was issued before, at {before}")
-        for source in self.region.predecessors[op.name]:
-            for part in parts_read(op, self.region.op[source], launch, self.number):
-                if (source, part) not in self.issued:
-                    self.refuse(
-                        position,
-                        f"{op.name} runs before its input {source}[{part}]{self.later(source)}",
-                    )
-
-    def later(self, name: str) -> str:
-        found = [i for i, launch in enumerate(self.plan.launches) if name in launch.ops]
-        return f", which is at {', '.join(map(str, found))}" if found else ", which is missing"
-
-    def waits(self) -> None:
-        """Waits point backwards, and cover every value that crosses streams."""
-        launches = self.plan.launches
-        for position, launch in enumerate(launches):
-            for wait in launch.waits:
-                if not 0 <= wait < position:
-                    self.refuse(
-                        position, f"it waits for position {wait}, which does not come before it"
-                    )
-        clocks = Clocks(launches)
-        for position, sources in enumerate(input_launches(self.plan, self.region)):
-            for source in sorted(sources):
-                if not clocks.is_known(source, position):
-                    self.refuse(
-                        position,
-                        f"{' + '.join(launches[position].ops)} on {launches[position].stream} "
-                        f"reads {' + '.join(launches[source].ops)} of position {source} on "
-                        f"{launches[source].stream} without a wait",
-                    )
-
-    def refuse(self, position: int, what: str) -> NoReturn:
-        rank = "" if self.rank is None else f"rank {self.rank}, "
-        raise ScheduleError(
-            f"{rank}{self.region.name} {self.region.phase}, position {position}: {what}. "
-            f"{_advice(self.plan)}\n{show(self.plan.launches, position)}"
-        )
 
 
 def _collectives(plan: Plan, region: Region) -> dict[str, list[tuple[int, str]]]:

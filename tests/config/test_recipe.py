@@ -98,17 +98,6 @@ def test_unknown_key_with_nothing_near_lists_all(tmp_path):
         Recipe.load(path)
 
 
-def test_unknown_parameter_names_the_nearest_parameter_or_key():
-    with pytest.raises(RecipeError) as caught:
-        Recipe.from_options({"strategy": "dual_batch", "micro_batch": 2}, {"micro_batches"})
-    assert str(caught.value).startswith(
-        "options: strategy 'dual_batch' has no parameter 'micro_batch'. "
-        "Did you mean 'micro_batches'? There are micro_batches, strategy, "
-    )
-    with pytest.raises(RecipeError, match="'regoin'. Did you mean 'region'"):
-        Recipe.from_options({"strategy": "dual_batch", "regoin": "layer"}, {"micro_batches"})
-
-
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

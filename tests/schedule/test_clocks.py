@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaflow_train.clocks import Clocks, first_known, known, place_waits
+from dynaflow_train.clocks import Clocks, place_waits
 from dynaflow_train.ir import Launch
 
 
@@ -19,7 +19,7 @@ PLAN = launches(("compute", ()), ("comm", (0,)), ("compute", ()), ("copy", (1,))
 
 
 def test_known_is_transitive_over_waits_and_the_own_stream():
-    assert known(PLAN) == (
+    assert Clocks(PLAN).known == (
         {},
         {"compute": 0},
         {"compute": 0},
@@ -29,11 +29,12 @@ def test_known_is_transitive_over_waits_and_the_own_stream():
 
 
 def test_first_known_is_the_first_launch_past_it_or_the_end_of_the_plan():
-    assert first_known(PLAN, 1, "compute") == 4
-    assert first_known(PLAN, 1, "copy") == 3
-    assert first_known(PLAN, 0, "compute") == 2
-    assert first_known(PLAN, 2, "comm") == len(PLAN)
-    assert first_known(PLAN, 0, "nothing") == len(PLAN)
+    clocks = Clocks(PLAN)
+    assert clocks.first_known(1, "compute") == 4
+    assert clocks.first_known(1, "copy") == 3
+    assert clocks.first_known(0, "compute") == 2
+    assert clocks.first_known(2, "comm") == len(PLAN)
+    assert clocks.first_known(0, "nothing") == len(PLAN)
 
 
 @st.composite
