@@ -122,21 +122,13 @@ class _Later(Dispatcher):
         hidden = output[0] if isinstance(output, tuple) else output
         given = args[0] if args else kwargs.get("hidden_states")
         rest = {key: value for key, value in kwargs.items() if args or key != "hidden_states"}
-        alike = (
-            len(args[1:]) == len(first.given)
-            and rest.keys() == first.kwargs.keys()
-            and all(
-                a is b
-                for a, b in zip(
-                    (*args[1:], *rest.values()),
-                    (*first.given, *(first.kwargs[key] for key in rest)),
-                    strict=True,
-                )
-            )
-        )
-        if self.is_last or given is not hidden or not alike:
+        own = (*args[1:], *rest.values())
+        before = (*first.given, *(first.kwargs.get(key) for key in rest))
+        alike = given is hidden and rest.keys() == first.kwargs.keys() and len(own) == len(before)
+        alike = alike and all(a is b for a, b in zip(own, before, strict=True))
+        if self.is_last or not alike:
             first.output, first.given, first.kwargs = None, (), {}
-        if given is not hidden or not alike:
+        if not alike:
             raise CaptureError(
                 "region 'model' runs all layers at once, but this model gives its layers different "
                 "arguments or changes the hidden states between them. Use region: layer."
@@ -163,11 +155,8 @@ def install_stack(
             which only works layer by layer.
     """
     for layer in layers:
-        if (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or getattr(layer, "gradient_checkpointing", False)
-        ):
+        hooks = layer._forward_hooks or layer._forward_pre_hooks
+        if hooks or getattr(layer, "gradient_checkpointing", False):
             raise CaptureError(
                 f"region 'model' runs all layers at once, but {type(layer).__name__} has hooks or "
                 f"gradient checkpointing of its own. Use region: layer."

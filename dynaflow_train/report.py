@@ -135,24 +135,22 @@ def exposed_spans(
     plan: Plan, region: Region, intervals: Sequence[Interval]
 ) -> dict[int, tuple[Span, ...]]:
     """For each collective, by position, the stretches beside which no other stream computed."""
-    communication = {
-        position
-        for position, launch in enumerate(plan.launches)
-        if any(region.op[name].is_communication for name in launch.ops)
-    }
+    computes, streams = _computes(plan, region), [launch.stream for launch in plan.launches]
+    spans = {each.launch: (each.start_ms, each.end_ms) for each in intervals}
     busy = {
-        stream: _union(
-            (each.start_ms, each.end_ms)
-            for each in intervals
-            if each.launch not in communication and plan.launches[each.launch].stream != stream
-        )
+        stream: _union(s for at, s in spans.items() if computes[at] and streams[at] != stream)
         for stream in plan.streams
     }
     return {
-        each.launch: _gaps((each.start_ms, each.end_ms), busy[plan.launches[each.launch].stream])
-        for each in sorted(intervals, key=lambda each: each.launch)
-        if each.launch in communication
+        at: _gaps(span, busy[streams[at]]) for at, span in sorted(spans.items()) if not computes[at]
     }
+
+
+def _computes(plan: Plan, region: Region) -> list[bool]:
+    """For each launch whether it holds no collective."""
+    return [
+        not any(region.op[name].is_communication for name in launch.ops) for launch in plan.launches
+    ]
 
 
 class _Why:
@@ -160,10 +158,7 @@ class _Why:
 
     def __init__(self, plan: Plan, region: Region) -> None:
         self.plan = plan
-        self.computes = [
-            not any(region.op[name].is_communication for name in launch.ops)
-            for launch in plan.launches
-        ]
+        self.computes = _computes(plan, region)
         self.reads = input_launches(plan, region)
         self.before: list[int] = []  # all launches each one needs, itself included
         for position, sources in enumerate(self.reads):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sympy
 import torch
@@ -100,10 +100,9 @@ def specialise(
                 fakes[node] = getattr(graph, str(node.target))
             elif node.op == "call_function" and not _is_number(node):
                 _copy(node, new, sizes, nodes, fakes, mode)
-        output = next(iter(reversed(graph.graph.nodes)))
-        outputs = []
-        returned = []
-        for index, node in enumerate(output.args[0]):
+        outputs: list[torch.Tensor] = []
+        returned: list[fx.Node] = []
+        for index, node in enumerate(cast("Any", graph.graph.output_node().args[0])):
             if index in slices:
                 args = (slices[index], nodes[node])
                 copy = new.call_function(torch.ops.aten.copy_.default, args)
