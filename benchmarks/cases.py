@@ -1,4 +1,4 @@
-"""The models and sizes that are measured: Llama-8B-like and -70B-like layers, cut for a TP group."""
+"""The models and sizes that are measured: Llama-8B- and -70B-like layers, cut for a TP group."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
 
 import dynaflow_train as df
 from benchmarks.cases import CASES, Case, build
@@ -105,8 +107,6 @@ def peak_mib(run: Any, device: torch.device) -> float:
 
 def copied_mib(run: Any) -> float:
     """Bytes written by copies in one step, from the profiler, MiB."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         run()
     total = 0.0
@@ -150,7 +150,7 @@ def worker(rank: int, world: int, port: int, options: argparse.Namespace) -> Non
     dist.destroy_process_group()
 
 
-def measure(
+def measure(  # noqa: C901 - warm up, time, compare, report
     case: Case, device: torch.device, mesh: Any, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Interleaved medians of one case."""
@@ -178,7 +178,7 @@ def measure(
             times[name].append(timer.phases(found))
     extra = {}
     for name, model in models.items():
-        run = lambda model=model: step(model, inputs, gradient, timer)
+        run = functools.partial(step, model, inputs, gradient, timer)
         extra[name] = {"peak_mib": peak_mib(run, device), "copied_mib": copied_mib(run)}
     errors = gradient_errors(models, inputs, gradient, timer)
     slowest = slowest_rank(times, device)

@@ -16,7 +16,8 @@ import torch
 
 from tests.engine.harness import AnySchedule, Oracle, Switch, batch, compiled, quiet
 from tests.engine.parallel import PARALLEL
-from tests.engine.zoo import ALL, Case, step
+from tests.engine.stepping import step
+from tests.engine.zoo import ALL, Case
 from tests.ranks import run_ranks
 
 BATCH = 5

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from dynaflow_train.errors import ScheduleError
 from dynaflow_train.execute.build import Builder
 from dynaflow_train.execute.emit import emit
 from dynaflow_train.execute.interpret import interpret
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dynaflow_train.execute.layout import Span
     from dynaflow_train.execute.program import Program
 
+MOST_PENDING = 64  # forwards that may wait for their backward while others make new plans
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
 MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
@@ -178,6 +180,11 @@ class Runner:
         symbols, record = self._symbols(arguments), None
         if self._backward:
             record = self.records.get(ticket if ticket >= 0 else self._unticketed(symbols))
+            if ticket >= 0 and record is None:
+                raise ScheduleError(
+                    f"{self.facts.region.name}: the plan of forward {ticket} is gone; the last "
+                    f"{MOST_PENDING} are kept. Run its backward sooner."
+                )
         batch = symbols.get(self.facts.batch, 1) if self.facts.batch is not None else 1
         plan = self.make_plan(
             self.facts.region, symbols, batch, record.plan.sizes if record else None
@@ -189,7 +196,8 @@ class Runner:
         setting = Setting(
             symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device
         )
-        number = len(self.records) if not self._backward and self.facts.ticketed else None
+        ticketed = not self._backward and self.facts.ticketed
+        number = max(self.records, default=-1) + 1 if ticketed else None
         tensor = None if number is None else torch.tensor(number, dtype=torch.int64)
         builder = Builder(self.facts.region, plan, setting)
         program = builder.build(
@@ -198,11 +206,19 @@ class Runner:
         if not self._backward and self.facts.saved:
             at = number if number is not None else self._unticketed(symbols)
             self.records[at] = self._record(plan, builder, program)
+            self._forget()
         lanes = lanes_for(program.blocks, device, self.streams)
         call, source = functools.partial(interpret, program, lanes), None
         if self.fast:
             call, source = emit(program, lanes)
         return Entry(plan, program, lanes, call, source, tensor)
+
+    def _forget(self) -> None:
+        """Drop the oldest records, but for those of contexts that may run again."""
+        kept = {int(e.ticket) for e in self.entries.values() if e.ticket is not None}
+        old = [n for n in list(self.records)[:-MOST_PENDING] if n not in kept]
+        for number in old if self.facts.ticketed else ():
+            del self.records[number]
 
     def _unticketed(self, symbols: Symbols) -> int:
         """A record's key where there is one plan for each set of sizes."""
@@ -242,7 +258,10 @@ class Runner:
                         Argument(place, node.name, span, record.metas[name, piece], checked=True)
                     )
             else:
-                found.append(Argument(index, node.name, everything, Meta.of(value)))
+                meta = Meta.of(value)
+                if name is not None and record is not None:
+                    meta = record.metas.get((name, 0), meta)
+                found.append(Argument(index, node.name, everything, meta, checked=name is not None))
         return found
 
     def _saved_places(self) -> range:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import dynaflow_train as df
 from dynaflow_train.strategy import Strategy
-from tests.engine.zoo import Case, Inputs, Result, cast, step
+from tests.engine.stepping import Inputs, Result, cast, step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.engine.zoo import Case
 
 
 class Switch(Strategy):
@@ -61,7 +65,10 @@ class AnySchedule(Strategy):
             op = pick.choice(ready)
             together = [op]
             for each in ready[ready.index(op) + 1 :]:
-                if each.op == op.op and each.micro_batch.index == together[-1].micro_batch.index + 1:
+                if (
+                    each.op == op.op
+                    and each.micro_batch.index == together[-1].micro_batch.index + 1
+                ):
                     if pick.random() > merging:
                         break
                     together.append(each)
@@ -80,7 +87,9 @@ def compiled(
 ) -> nn.Module:
     """A fresh model of the case (always the same parameters), compiled in place."""
     model = plain(case, dtype)
-    return df.compile(model, strategy, **{"executor": "eager", "batch_dim": case.batch_dim, **options})
+    return df.compile(
+        model, strategy, **{"executor": "eager", "batch_dim": case.batch_dim, **options}
+    )
 
 
 def plain(case: Case, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -115,8 +124,11 @@ class Oracle:
             AssertionError: lists every tensor that is not.
         """
         errors = found.errors(self.truth)
-        bad = [f"{k}: {e:.1e} > {self.allowed[k]:.1e}" for k, e in errors.items()
-               if not e <= self.allowed[k]]
+        bad = [
+            f"{k}: {e:.1e} > {self.allowed[k]:.1e}"
+            for k, e in errors.items()
+            if not e <= self.allowed[k]
+        ]
         assert not bad, f"{where}: " + "; ".join(bad)
 
 
@@ -132,14 +144,18 @@ def merged_ops(model: nn.Module, phase: str | None = None) -> dict[str, str]:
     """Ops that run merged because they mix samples, with the reason."""
     return {
         op.name: op.reason
-        for used in df.plans(model) if phase in (None, used.region.phase)
-        for op in used.region.ops if op.merged and op.reason
+        for used in df.plans(model)
+        if phase in (None, used.region.phase)
+        for op in used.region.ops
+        if op.merged and op.reason
     }
 
 
 def launches(model: nn.Module) -> Callable[[str], list[tuple[int, ...]]]:
     """The micro-batches of every launch of an op in the newest plans."""
     return lambda name: [
-        launch.micro_batches for used in df.plans(model)
-        for launch in used.plan.launches if name in launch.ops
+        launch.micro_batches
+        for used in df.plans(model)
+        for launch in used.plan.launches
+        if name in launch.ops
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from tests.engine.zoo import Block, Case, rows, second
+from tests.engine.modules import Block
+from tests.engine.zoo import Case, rows, second
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WIDTH, LENGTH = 8, 6
 
@@ -92,8 +96,16 @@ class ParallelBlock(nn.Module):
         if self.style == "sp":
             x = x.transpose(0, 1)
         b, s, _ = x.shape
-        q, k, v = F.linear(x, self.qkv, self.qkv_bias).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
+        q, k, v = (
+            F.linear(x, self.qkv, self.qkv_bias)
+            .view(b, s, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        y = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(b, s, -1)
+        )
         return F.linear(y.transpose(0, 1) if self.style == "sp" else y, self.out)
 
     def forward(self, x: Tensor) -> Tensor:

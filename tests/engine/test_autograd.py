@@ -1,7 +1,8 @@
-"""What people do around a training step: modes, hooks, checkpoints, pending steps, errors, leaks."""
+"""What people do around a step: modes, hooks, checkpoints, pending steps, errors, leaks."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dynaflow_train as df
 from dynaflow_train.api import sessions
+from dynaflow_train.errors import ScheduleError
 from tests.engine.harness import (
     AnySchedule,
     Cut,
@@ -23,7 +25,9 @@ from tests.engine.harness import (
     plain,
     quiet,
 )
-from tests.engine.zoo import ALL, SPLIT, Block, Case, rows, step, weighted
+from tests.engine.modules import Block
+from tests.engine.stepping import step, weighted
+from tests.engine.zoo import ALL, SPLIT, Case, rows
 
 BLOCK = SPLIT["block"]
 
@@ -65,7 +69,8 @@ def test_deterministic_mode():
 
 
 def test_anomaly_mode():
-    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly(check_nan=True):
+    anomaly = torch.autograd.detect_anomaly(check_nan=True)
+    with pytest.warns(UserWarning, match="Anomaly"), anomaly:  # noqa: PT031 - a whole step
         model = compiled(BLOCK, Cut(2))
         Oracle(BLOCK, 4, torch.float32).check(step(model, batch(BLOCK, 4)))
 
@@ -107,6 +112,15 @@ def test_saved_tensor_hooks(name, pack, unpack, executor):
         found = step(model, batch(case, 4))
     assert packed > 2
     Oracle(case, 4, torch.float32).check(found)
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_hooks_may_come_and_go(executor):
+    model, oracle = compiled(BLOCK, Cut(2), executor=executor), Oracle(BLOCK, 4, torch.float32)
+    hooks = torch.autograd.graph.saved_tensors_hooks(with_other_strides, lambda packed: packed)
+    for number in range(4):
+        with hooks if number % 2 else contextlib.nullcontext():
+            oracle.check(step(model, batch(BLOCK, 4)), number)
 
 
 class Checkpointed(nn.Module):
@@ -168,6 +182,24 @@ def test_accumulation_and_retain_graph():
     loss.backward()
     for parameter, first in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * first)
+
+
+def test_a_forward_waits_for_its_backward_while_many_others_make_plans():
+    switch = Switch()
+    model, oracle = compiled(BLOCK, switch), Oracle(BLOCK, 4, torch.float32)
+    x = batch(BLOCK, 4)[0].requires_grad_()
+    losses = []
+    for seed in range(60):
+        switch.use(AnySchedule(seed))
+        losses.append(weighted(model(x)))
+    losses[0].backward()
+    wanted = oracle.truth.tensors["gradient of input 0"]
+    assert (x.grad - wanted).norm() < 1e-5 * wanted.norm()
+    for seed in range(60, 80):
+        switch.use(AnySchedule(seed))
+        losses.append(weighted(model(x)))
+    with pytest.raises(ScheduleError, match="forward 1 is gone; the last 64 are kept"):
+        losses[1].backward()
 
 
 def test_autograd_grad_of_some_inputs_only():

@@ -7,9 +7,9 @@ import torch
 
 import dynaflow_train as df
 from tests.engine.harness import Oracle, Switch, batch, compiled, merged_ops, plain, quiet, step
+from tests.engine.modules import Block
 from tests.engine.parallel import PARALLEL
 from tests.engine.test_zoo import BATCH, STRATEGIES
-from tests.engine.zoo import Block
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -25,8 +25,13 @@ def every_strategy(rank: int, name: str, dtype: torch.dtype, region: str) -> lis
         with quiet():
             oracle.check(step(model, inputs), f"{name} {label}")
     used = df.plans(model)
-    streams = {s for u in used for launch in u.plan.launches
-               if u.region.op[launch.ops[0]].is_communication for s in [launch.stream]}
+    streams = {
+        s
+        for u in used
+        for launch in u.plan.launches
+        if u.region.op[launch.ops[0]].is_communication
+        for s in [launch.stream]
+    }
     kinds = sorted({op.collective for u in used for op in u.region.ops if op.collective})
     return [kinds, "comm" in streams, merged_ops(model), {len(u.plan.sizes) for u in used}]
 
@@ -55,7 +60,7 @@ def test_every_strategy_on_two_ranks_equals_the_plain_run(name, dtype, region):
 
 
 def sharded_and_whole(rank: int) -> float:
-    """The largest error of the plain parallel stack against the unsharded one: of the test model."""
+    """The largest error of the plain parallel stack against the unsharded one."""
     model = plain(PARALLEL["fg"])
     inputs = batch(PARALLEL["fg"], BATCH)
     torch.manual_seed(7)

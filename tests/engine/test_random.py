@@ -12,7 +12,8 @@ import dynaflow_train as df
 from dynaflow_train.errors import DynaFlowError, ScheduleError, SplitError
 from dynaflow_train.strategy import Strategy
 from tests.engine.harness import Cut, Oracle, Switch, batch, compiled, quiet, sizes_for
-from tests.engine.zoo import SPLIT, step
+from tests.engine.stepping import step
+from tests.engine.zoo import SPLIT
 from tests.ranks import run_ranks
 from tools.random_schedules import run
 

@@ -22,7 +22,8 @@ from tests.engine.harness import (
     merged_ops,
     quiet,
 )
-from tests.engine.zoo import ALL, MIXING, SPLIT, step
+from tests.engine.stepping import step
+from tests.engine.zoo import ALL, MIXING, SPLIT
 
 BATCH = 4
 STRATEGIES = {

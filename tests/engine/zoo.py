@@ -6,18 +6,34 @@ operators mix samples (`mixes`: they must run merged).
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, LENGTH, VOCABULARY = 6, 5, 11
-Inputs = tuple[Tensor, ...]
+from tests.engine.modules import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Attached,
+    Block,
+    CausalLM,
+    Conv,
+    Counting,
+    Double,
+    Net,
+    Outputs,
+    Recurrent,
+    Shared,
+    Views,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.engine.stepping import Inputs
 
 
 @dataclass(frozen=True)
@@ -68,66 +84,6 @@ def of(function: Callable[..., object], inputs: object = None, **fields: object)
     return Case(lambda: Function(function), inputs or rows(WIDTH), **fields)
 
 
-class Net(nn.Module):
-    """Modules of torch one after another, called from a frame that Dynamo traces."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-class Block(nn.Module):
-    """A transformer layer: causal attention and MLP, [b, s, h]; `order` "sbh" for [s, b, h]."""
-
-    def __init__(self, order: str = "bsh", heads: int = 2, width: int = 8) -> None:
-        super().__init__()
-        self.order, self.heads = order, heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width))
-
-    def attention(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        if self.order == "sbh":
-            return self.attend(x.transpose(0, 1), mask, rotary).transpose(0, 1)
-        return self.attend(x, mask, rotary)
-
-    def attend(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        b, s, h = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if rotary is not None:
-            cos, sin = rotary
-            q, k = (t * cos + t.flip(-1) * sin for t in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(y.transpose(1, 2).reshape(b, s, h))
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, cos: Tensor | None = None,
-        sin: Tensor | None = None,
-    ) -> Tensor:
-        rotary = None if cos is None or sin is None else (cos, sin)
-        x = x + self.attention(self.norm1(x), mask, rotary)
-        return x + self.mlp(self.norm2(x))
-
-
-class CausalLM(nn.Module):
-    """Embedding, blocks, tied head, cross-entropy over shifted labels: mean over valid tokens."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.norm(self.blocks(self.embed(tokens))) @ self.embed.weight.T
-        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=-100)
-        return loss, logits
-
-
 def labelled(b: int) -> Inputs:
     """Tokens and labels with uneven numbers of valid ones in each sample."""
     tokens = ids(b)[0]
@@ -135,120 +91,6 @@ def labelled(b: int) -> Inputs:
     for sample in range(b):
         labels[sample, : sample % LENGTH] = -100
     return tokens, labels
-
-
-class Conv(nn.Module):
-    """Convolutions, pooling, normalisation in groups, a linear head."""
-
-    def __init__(self, norm: Callable[[int], nn.Module] = lambda c: nn.GroupNorm(2, c)) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), norm(4), nn.SiLU(), nn.MaxPool2d(2),
-            nn.Conv2d(4, 4, 2), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(4, 3),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-class Outputs(nn.Module):
-    """Many outputs: [b, h], [h, b], [b, s, s], a scalar of parameters, one of all samples, ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> dict[str, object]:
-        y = self.lin(x)
-        return {
-            "plain": y, "turned": y.permute(2, 1, 0), "pairs": [torch.bmm(y, x.transpose(1, 2))],
-            "penalty": (self.lin.weight**2).sum(), "loss": y.square().mean(), "best": y.argmax(-1),
-        }
-
-
-class Shared(nn.Module):
-    """One layer used twice, one weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.other.weight = self.lin.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(torch.tanh(self.lin(self.lin(x)))) + x @ self.lin.weight
-
-
-class Views(nn.Module):
-    """Inputs, and views of them, among the outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        z = self.lin(x)
-        return x, x[:, 1:3], y.transpose(0, 1), z, z[:, :2], z.view(-1, 2, 3), self.lin.weight.T
-
-
-class Counting(nn.Module):
-    """Changes buffers: a running sum over the samples, and a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.lin(x)
-        with torch.no_grad():
-            self.steps += 1
-            self.mean.mul_(0.9).add_(y.float().mean(0), alpha=0.1)
-        return y * self.mean.to(y.dtype)
-
-
-class Attached(nn.Module):
-    """Adds to an input in place and to a slice of what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: Tensor) -> Tensor:
-        y = self.lin(x).clone()
-        y[:, 1:3] *= 2
-        state.add_(y.detach())
-        return y + state
-
-
-class Recurrent(nn.Module):
-    """A state per sample made inside, and a cell run over time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], WIDTH)
-        states = []
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-            states.append(state)
-        return torch.stack(states, 1)
-
-
-class Double(torch.autograd.Function):
-    """Writes in place into what it returns, as Megatron's mappings do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        y.mul_(2)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
 
 
 def by_samples(x: Tensor) -> Tensor:
@@ -300,9 +142,7 @@ def picked(b: int) -> Inputs:
 
 
 SPLIT: dict[str, Case] = {
-    "mlp": Case(
-        lambda: Net(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)), rows(WIDTH)
-    ),
+    "mlp": Case(lambda: Net(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)), rows(WIDTH)),
     "bias_free": Case(lambda: Net(nn.Linear(WIDTH, WIDTH, bias=False)), rows(LENGTH, WIDTH)),
     "block": Case(Block, rows(LENGTH, 8)),
     "block_sbh": Case(lambda: Block("sbh"), second(LENGTH, 8), batch_dim=1),
@@ -346,7 +186,8 @@ MIXING: dict[str, Case] = {
     "outputs": Case(Outputs, rows(LENGTH, WIDTH), mixes=("mean",)),
     "batch_norm": Case(
         lambda: Net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()),
-        rows(WIDTH), mixes=("var_mean",),
+        rows(WIDTH),
+        mixes=("var_mean",),
     ),
     "batch_norm_2d": Case(lambda: Conv(nn.BatchNorm2d), rows(2, 8, 8), mixes=("var_mean",)),
     "contrast": of(contrast, mixes=("mm",)),
@@ -368,14 +209,14 @@ MIXING: dict[str, Case] = {
     "std": of(lambda x: x / x.std(0), mixes=("var",)),
     "rms_of_all": of(lambda x: x * x.square().mean().rsqrt(), mixes=("mean",)),
     "by_samples": of(by_samples, mixes=("arange|iota",)),
-    "table_by_sample": of(
-        lambda x: x + TABLE[: x.shape[0]].to(x.dtype), mixes=("slice",)
-    ),
+    "table_by_sample": of(lambda x: x + TABLE[: x.shape[0]].to(x.dtype), mixes=("slice",)),
     "gather_from_table": of(
         lambda x, i: x[:, :1] * TABLE.to(x.dtype).gather(1, i[:, None]), picked, mixes=("gather",)
     ),
-    "square": of(lambda x: (x @ x.T + torch.ones(x.shape[0], x.shape[0]).triu()).sum(1).to(x.dtype),
-                 mixes=("mm",)),
+    "square": of(
+        lambda x: (x @ x.T + torch.ones(x.shape[0], x.shape[0]).triu()).sum(1).to(x.dtype),
+        mixes=("mm",),
+    ),
     "picked_rows": of(
         lambda x, i: x[torch.arange(x.shape[0]), i] * x[0, 0], picked, mixes=("iota|arange",)
     ),
@@ -383,7 +224,8 @@ MIXING: dict[str, Case] = {
     "half": of(lambda x: torch.cat([x[::2], x[1::2]], 0), mixes=("slice",)),
     "neighbours": of(lambda x: x[1:] * x[:-1], mixes=("slice",)),
     "segments": of(
-        lambda x, i: x.new_zeros(WIDTH, WIDTH).index_add(0, i, x).tanh()[i], picked,
+        lambda x, i: x.new_zeros(WIDTH, WIDTH).index_add(0, i, x).tanh()[i],
+        picked,
         mixes=("tanh",),
     ),
     "tokens_in_pairs": of(
@@ -392,93 +234,14 @@ MIXING: dict[str, Case] = {
     "losses": of(
         lambda x, i: (
             F.cross_entropy(x.float(), i, label_smoothing=0.1)
-            + F.mse_loss(x.float(), TABLE[i]) + F.smooth_l1_loss(x.float(), TABLE[i])
+            + F.mse_loss(x.float(), TABLE[i])
+            + F.smooth_l1_loss(x.float(), TABLE[i])
             + F.kl_div(x.float().log_softmax(-1), TABLE[i].softmax(-1), reduction="batchmean")
             + F.binary_cross_entropy_with_logits(x.float(), TABLE[i].sigmoid())
-        ), picked, mixes=("div|mean",),
+        ),
+        picked,
+        mixes=("div|mean",),
     ),
 }
 
 ALL: dict[str, Case] = {**SPLIT, **MIXING}
-
-
-def leaves(value: object) -> list[Tensor]:
-    """All tensors of nested outputs, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for part in value for t in leaves(part)] if isinstance(value, list | tuple) else []
-
-
-def weighted(outputs: object) -> Tensor:
-    """A loss in which every element of every floating output counts differently."""
-    total = torch.zeros((), dtype=torch.float64)
-    for out in leaves(outputs):
-        if out.is_floating_point():
-            weight = torch.sin(torch.arange(out.numel(), dtype=torch.float64) + 1).view(out.shape)
-            total = total + (out.double() * weight).sum() / math.sqrt(out.numel())
-    return total
-
-
-@dataclass(frozen=True)
-class Result:
-    """One step: loss, outputs, gradients of parameters and inputs, buffers, all by name."""
-
-    tensors: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-
-    def errors(self, truth: Result) -> dict[str, float]:
-        """|ours - true| / |true| of each tensor, by norms; infinite when shapes differ.
-
-        A tensor that nearly cancels (a bias before a normalisation) is measured by a tenth of what
-        is usual among its kind.
-        """
-        assert self.tensors.keys() == truth.tensors.keys()
-        sizes = {k: v.double().norm().item() for k, v in truth.tensors.items()}
-        found = {}
-        for name, wanted in truth.tensors.items():
-            kind = [s for n, s in sizes.items() if n.split()[0] == name.split()[0]]
-            size = max(sizes[name], 0.1 * statistics.median(kind), 1e-9)
-            ours = self.tensors[name]
-            alike = ours.shape == wanted.shape
-            off = (ours.double() - wanted.double()).norm().item() if alike else math.inf
-            found[name] = off / size
-        return found
-
-
-def step(model: nn.Module, inputs: Inputs, loss: Callable[[object], Tensor] = weighted) -> Result:
-    """Forward, backward; gradients are those of this step alone, buffers are put back."""
-    model.zero_grad(set_to_none=True)
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    given = [
-        x.detach().clone().requires_grad_(x.is_floating_point() and not _is_state(model, i))
-        if isinstance(x, Tensor) else x for i, x in enumerate(inputs)
-    ]
-    outputs = model(*given)
-    total = loss(outputs)
-    total.backward()
-    found = {"loss": total.detach()}
-    found.update({f"output {i}": t.detach().clone() for i, t in enumerate(leaves(outputs))})
-    found.update({f"input {i}": x.detach() for i, x in enumerate(given) if isinstance(x, Tensor)})
-    found.update({
-        f"gradient of input {i}": x.grad for i, x in enumerate(given)
-        if isinstance(x, Tensor) and x.grad is not None
-    })
-    found.update({
-        f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    })
-    found.update({f"buffer {n}": b.clone() for n, b in model.named_buffers()})
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    return Result(found)
-
-
-def _is_state(model: nn.Module, index: int) -> bool:
-    return isinstance(model, Attached) and index == 1
-
-
-def cast(value: Inputs, dtype: torch.dtype) -> Inputs:
-    """Floating tensors in another dtype."""
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in value
-    )

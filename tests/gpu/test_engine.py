@@ -1,8 +1,9 @@
-"""The engine on real streams: values, waits, memory. See also benchmarks/tp_overlap.py for speed."""
+"""The engine on real streams: values, waits, memory. Speed: benchmarks/tp_overlap.py."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 
@@ -35,7 +36,9 @@ def step(model, inputs, gradient):
 
 def worst(found, reference):
     """Largest relative error by norm."""
-    return max(float((found[n] - g).norm() / g.norm().clamp(min=1e-30)) for n, g in reference.items())
+    return max(
+        float((found[n] - g).norm() / g.norm().clamp(min=1e-30)) for n, g in reference.items()
+    )
 
 
 def prepare(rank, case, dtype, *, sharded=True):
@@ -53,8 +56,11 @@ def prepare(rank, case, dtype, *, sharded=True):
 
 def entries(model):
     return [
-        entry for session in api.sessions(model) for capture in session.captures
-        for runner in capture.runners for entry in runner.entries.values()
+        entry
+        for session in api.sessions(model)
+        for capture in session.captures
+        for runner in capture.runners
+        for entry in runner.entries.values()
     ]
 
 
@@ -65,7 +71,9 @@ def compare_strategies(rank):
     wide = {"inputs_embeds": inputs["inputs_embeds"].detach().float().requires_grad_()}
     exact = build(SMALL, device, torch.bfloat16, mesh=mesh).float()
     reference = step(exact, wide, gradient)
-    plain = worst(step(build(SMALL, device, torch.bfloat16, mesh=mesh), inputs, gradient), reference)
+    plain = worst(
+        step(build(SMALL, device, torch.bfloat16, mesh=mesh), inputs, gradient), reference
+    )
     errors = {}
     for strategy, region in itertools.product(STRATEGIES, ("model", "layer")):
         model = build(SMALL, device, torch.bfloat16, mesh=mesh)
@@ -84,7 +92,7 @@ def test_every_strategy_equals_eager_within_the_error_of_bf16():
             assert error <= 2 * plain + 1e-4, (name, error, plain)
 
 
-def delay_and_drop_waits(rank):
+def delay_and_drop_waits(rank):  # noqa: C901 - one model, three stages
     """Differences from the undelayed step: with late collectives; then also without waits."""
     device, mesh, inputs, gradient = prepare(rank, SMALL, torch.float32)
     model = build(SMALL, device, torch.float32, mesh=mesh)
@@ -130,6 +138,11 @@ def test_late_collectives_change_nothing_and_a_missing_wait_does():
         assert min(without) > 1e-3, without
 
 
+def run_once(model, inputs, gradient):
+    """One step; gradients accumulate."""
+    model(**inputs).last_hidden_state.backward(gradient.to(torch.bfloat16))
+
+
 def overlap_and_memory(rank):
     """Hidden share, and peak reserved memory over that of torch.compile, MiB."""
     device, mesh, inputs, gradient = prepare(rank, WIDE, torch.bfloat16)
@@ -141,7 +154,7 @@ def overlap_and_memory(rank):
                 layer.compile()
         else:
             df.compile(model, name)
-        run = lambda: model(**inputs).last_hidden_state.backward(gradient.to(torch.bfloat16))  # noqa: B023, E731
+        run = functools.partial(run_once, model, inputs, gradient)
         for _ in range(4):
             model.zero_grad(set_to_none=True)
             run()

@@ -7,7 +7,8 @@ import math
 import pytest
 import sympy
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynaflow_train.ir import Axis
 from dynaflow_train.split.axis import MixesSamples
@@ -67,7 +68,11 @@ def test_the_axis_points_at_the_same_samples_after_a_reshape(case):
 @pytest.mark.parametrize(
     ("axis", "before", "after"),
     [
-        (Axis(0), [SYMBOL, 6], [SYMBOL * 2 // 2 * 3, 2]),  # [3 * s0, 2]: a sample's rows stay together
+        (
+            Axis(0),
+            [SYMBOL, 6],
+            [SYMBOL * 2 // 2 * 3, 2],
+        ),  # [3 * s0, 2]: a sample's rows stay together
         (Axis(0, 1, 4), [SYMBOL * 4, 6], [SYMBOL, 4, 6]),
         (Axis(0, 4, 1), [SYMBOL * 4, 6], [4, SYMBOL, 6]),
     ],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
@@ -18,10 +16,16 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from dynaflow_train.ir import Axis
 from dynaflow_train.split import Analysis, Info, analyse
 from dynaflow_train.split.axis import plain_by_shape
 from dynaflow_train.split.table import SIZE_OPERATORS, packet_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import sympy
+
+    from dynaflow_train.ir import Axis
 
 BATCH = 6
 
@@ -85,8 +89,10 @@ def call(node: fx.Node, traced: Traced, value: Callable[[fx.Node], Any], size: i
         fx.node.map_aggregate(a, lambda x, i=i: number(x, part=shrinks and not (fills and i == 1)))
         for i, a in enumerate(node.args)
     ]
-    kwargs = {k: fx.node.map_aggregate(v, lambda x: number(x, part=shrinks))
-              for k, v in node.kwargs.items()}
+    kwargs = {
+        k: fx.node.map_aggregate(v, lambda x: number(x, part=shrinks))
+        for k, v in node.kwargs.items()
+    }
     if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         return args[0].reshape(args[1])
     if packet_name(node) == "as_strided":  # only where rows are packed: see `rules.as_strided`
@@ -117,6 +123,7 @@ def check_node(node: fx.Node, traced: Traced, cuts: Sequence[int]) -> None:
     """
     infos, found, start = traced.analysis.infos, [], 0
     for size in cuts:
+
         def value(arg: fx.Node, start: int = start, size: int = size) -> Any:
             whole = traced.values[arg]
             if arg in traced.analysis.tuples:
@@ -142,8 +149,12 @@ def check_node(node: fx.Node, traced: Traced, cuts: Sequence[int]) -> None:
         start = 0
         for size, piece in zip(cuts, pieces, strict=True):
             torch.testing.assert_close(
-                piece, part(true, info, start, size), rtol=1e-4, atol=1e-5, equal_nan=True,
-                msg=lambda text: f"{node.format_node()} {info}: {text}",
+                piece,
+                part(true, info, start, size),
+                rtol=1e-4,
+                atol=1e-5,
+                equal_nan=True,
+                msg=lambda text, info=info: f"{node.format_node()} {info}: {text}",
             )
             start += size
 
