@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def run(rank: int, name: str, first: int, count: int, report_s: float = 60.0) ->
     last = time.monotonic()
     with quiet():
         for seed in range(first, first + count):
-            strategy = AnySchedule(seed)
+            strategy: Any = AnySchedule(seed)
             switch.use(strategy)
             oracle.check(step(model, inputs), f"{name}, seed {seed}")
             seen.add(hash(tuple(strategy.drawn)))

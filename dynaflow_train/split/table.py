@@ -8,11 +8,11 @@ from torch import fx
 from dynaflow_train.split import products as p
 from dynaflow_train.split import rules as r
 
-_POINTWISE = """where copy _to_copy fma addcmul addcdiv lerp clamp threshold_backward gelu_backward
+_POINTWISE = """where copy _to_copy addcmul addcdiv lerp clamp threshold_backward gelu_backward
 silu_backward sigmoid_backward tanh_backward native_dropout_backward masked_fill nan_to_num
 _conj real imag isnan isinf to prims.convert_element_type prims.fma hardtanh_backward
 leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward"""
-_SAME = """clone detach alias contiguous lift_fresh_copy lift_fresh view_of view.dtype
+_SAME = """clone detach alias contiguous lift_fresh_copy lift_fresh view.dtype
 _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor
 _c10d_functional_autograd.wait_tensor prims.inductor_force_stride_order full_like zeros_like
 ones_like empty_like"""

@@ -55,7 +55,8 @@ def trace(
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         fakes.append(mode.from_tensor(tensor, symbolic_context=context))
     with mode:
-        graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes).graph
+        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+    graph = module.graph
     places = [n for n in graph.nodes if n.op == "placeholder"]
     symbol = next(
         f.shape[d].node.expr for f, d in zip(fakes, batch_dims, strict=True) if d is not None
@@ -65,6 +66,8 @@ def trace(
     for node in graph.nodes:
         if node.op == "placeholder":
             traced.values[node] = tensors[places.index(node)]
+        elif node.op == "get_attr":
+            traced.values[node] = getattr(module, str(node.target))
         elif node.op == "call_function":
             traced.values[node] = call(node, traced, traced.values.get, BATCH)
     return traced
