@@ -194,39 +194,43 @@ class Builder(Memory):
             source, meta = restride.out, packed
             self._copied(op.inputs[0], source)
         reads = op.collective == "all_reduce"
-        usable = source in self.sliced if value in self.layout.merged else self.slots[source].fresh
+        merged, fresh = value in self.layout.merged, self.slots[source].fresh
+        usable = self.sliced.get(source) == value if merged else fresh
         in_place = reads and usable and self._only_reader(op.inputs[0]) is op
-        out = self._collective_output(block, op, span, source, in_place=in_place)
+        out, into = self._collective_output(block, op, span, source, in_place=in_place)
         if reads and not in_place:
             block.steps.append(p.Store(out, source))
             self._copied(value, out)
-        block.steps.append(p.Communicate(function, source, out))
+        block.steps.append(p.Communicate(function, source, out, blocking=into is not None))
         self.slots[out].readers.append(block.launch)
+        if into is not None:
+            block.steps.append(p.Store(into, out))
+            self._copied(value, into)
         self._add_up(block, (value,), (out,))
         return True
 
     def _collective_output(
         self, block: Block, op: Op, span: Span, source: int, *, in_place: bool
-    ) -> int:
-        value = op.outputs[0]
+    ) -> tuple[int, int | None]:
+        """The slot that is written, and the slice to copy it to: collectives refuse strided ones."""
+        value, into = op.outputs[0], None
         if in_place:
             out = self._new(self.slots[source].meta, self.slots[source].home)
             block.steps.append(p.Alias(out, source))
-        else:
-            metas = [self.slots[source].meta]
-            meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
-            if value in self.layout.merged:
-                self._buffer(value, meta)
-                out = self._into(value, span, block.steps, block.launch)
-                if not self.slots[out].meta.is_contiguous:
-                    raise SplitError(
-                        f"{op.name} would have to write into a strided slice of its merged output."
-                    )
-            else:
-                out = self._new(meta, block.lane)
-                block.steps.append(p.Alloc(out, meta))
+            self._put(value, span, out)
+            return out, None
+        metas = [self.slots[source].meta]
+        meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
+        if value in self.layout.merged:
+            self._buffer(value, meta)
+            into = self._into(value, span, block.steps, block.launch)
+            if self.slots[into].meta.is_contiguous:
+                self._put(value, span, into)
+                return into, None
+        out = self._new(meta, block.lane)
+        block.steps.append(p.Alloc(out, meta))
         self._put(value, span, out)
-        return out
+        return out, into
 
     def _kernel(self, block: Block, launch: Launch, span: Span) -> None:
         ops = [self.region.op[name] for name in launch.ops]

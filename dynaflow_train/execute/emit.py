@@ -41,9 +41,9 @@ class _Writer:
                 self.lines.append(f"s{out} = s{source}.narrow({step.dim}, {at}, {size})")
             case p.Part(out=out, source=source):
                 self.lines.append(f"s{out} = {self.bind('p', step)}.apply(s{source})")
-            case p.Communicate(function, source, out):
-                name = self.bind("c", function)
-                self.lines.append(f"w = {name}(s{source}, s{out}, {self.lanes.asynchronous})")
+            case p.Communicate(function, source, out, blocking):
+                name, asks = self.bind("c", function), self.lanes.asynchronous and not blocking
+                self.lines.append(f"w = {name}(s{source}, s{out}, {asks})")
             case p.Sum(out, left, right, in_place):
                 right_side = f"s{left}.add_(s{right})" if in_place else f"s{left} + s{right}"
                 self.lines.append(f"s{out} = {right_side}")

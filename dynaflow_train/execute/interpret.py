@@ -87,8 +87,8 @@ def perform(step: p.Step, env: Env, lanes: Lanes) -> Any:
                 env[slot] = result
         case p.Part(out=out, source=source):
             env[out] = step.apply(env[source])
-        case p.Communicate(function, source, out):
-            return function(env[source], env[out], lanes.asynchronous)
+        case p.Communicate(function, source, out, blocking):
+            return function(env[source], env[out], lanes.asynchronous and not blocking)
         case p.Sum(out, left, right, in_place):
             env[out] = env[left].add_(env[right]) if in_place else env[left] + env[right]
         case p.Alias(out, source):

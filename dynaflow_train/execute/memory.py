@@ -105,7 +105,7 @@ class Memory:
         self.buffers: dict[str, int] = {}
         self.sums: dict[str, tuple[int, int]] = {}  # value -> slot, launch of the last addition
         self.copies: dict[str, int] = {}
-        self.sliced: set[int] = set()
+        self.sliced: dict[int, str] = {}  # slices of buffers, by whose buffer it is
         self.prologue: list[Step] = []
         self.layout = Layout()
 
@@ -269,5 +269,5 @@ class Memory:
             self.slots[self.buffers[value]].readers.append(launch)
         part = self._part(value, self.buffers[value], self.everything, span)
         steps.append(part)
-        self.sliced.add(part.out)
+        self.sliced[part.out] = value
         return part.out

@@ -78,11 +78,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Communicate:
-    """Launch a collective from `source` into `out` (the same slot's tensor when in place)."""
+    """Launch a collective from `source` into `out` (the same slot's tensor when in place).
+
+    A `blocking` one is over when the next step of its block runs.
+    """
 
     function: Collective
     source: int
     out: int
+    blocking: bool = False
 
 
 @dataclass(frozen=True)

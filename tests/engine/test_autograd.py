@@ -69,8 +69,9 @@ def test_deterministic_mode():
 
 
 def test_anomaly_mode():
-    anomaly = torch.autograd.detect_anomaly(check_nan=True)
-    with pytest.warns(UserWarning, match="Anomaly"), anomaly:  # noqa: PT031 - a whole step
+    with pytest.warns(UserWarning, match="Anomaly"):
+        anomaly = torch.autograd.detect_anomaly(check_nan=True)
+    with anomaly:
         model = compiled(BLOCK, Cut(2))
         Oracle(BLOCK, 4, torch.float32).check(step(model, batch(BLOCK, 4)))
 
