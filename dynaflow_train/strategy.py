@@ -101,6 +101,11 @@ class Strategy:
         """The greatest number it ever cuts into: saved values get that much room. None: unknown."""
         return None
 
+    @property
+    def alternatives(self) -> Mapping[str, Strategy]:
+        """Strategies by name, of which the engine keeps the fastest in each context."""
+        return {self.name: self}
+
     def schedule(self, s: Scheduler) -> None:
         """Issue every op of every micro-batch through `s.execute`, or call `s.sequential`."""
         raise NotImplementedError(f"{type(self).__name__} must define schedule(self, s).")
