@@ -19,11 +19,11 @@ from torch.fx.traceback import annotate
 from dynaflow_train.errors import RuleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 MARK = "dynaflow_mark"  # key of a mark in a node's `custom` metadata
-LABEL = "dynaflow_label"  # key under which capture stamps the rule that won, for later stages
+LABEL = "dynaflow_label"  # key under which capture stamps the rule that won: see label_key
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -120,3 +120,8 @@ def mark(name: str) -> AbstractContextManager[Any]:
         name: constant at trace time; made unique by the qualified name of the enclosing module.
     """
     return annotate({MARK: name})
+
+
+def label_key(rules: Sequence[Rule]) -> str:
+    """The key of the stamps of one set of rules; a capture may serve several strategies."""
+    return f"{LABEL}_{hash(tuple(rules)):x}"

@@ -75,7 +75,8 @@ def compile_graph(
         install_correction()
         raise TensorifyScalarRestartAnalysis(restart_reason="dynaflow corrects torch 2.11")
     batch = make_batch_symbolic(gm, example_inputs, session.recipe.batch_dim)
-    stamp(gm, session.strategy.rules)
+    for rules in dict.fromkeys(each.rules for each in session.alternatives.values()):
+        stamp(gm, rules)
     stages = _Stages(session, batch, Capture(name, why_not=batch.why_not))
     _register(session, example_inputs)
     session.captures.append(stages.capture)

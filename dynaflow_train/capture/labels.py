@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from dynaflow_train.annotate import LABEL, MARK, Rule, SplitFunc, SplitModule
+from dynaflow_train.annotate import MARK, Rule, SplitFunc, SplitModule, label_key
 from dynaflow_train.errors import RuleError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def _in_function(node: fx.Node, function: FunctionType) -> bool:
 
 class _Stamper:
     def __init__(self, rules: Sequence[Rule]) -> None:
+        self.key = label_key(rules)
         self.modules = [r for r in rules if isinstance(r, SplitModule)]
         self.functions = [
             r for r in rules if isinstance(r, SplitFunc) and not (r.is_operator or r.is_collective)
@@ -82,7 +83,7 @@ class _Stamper:
                 continue
             label = self.label(node) or outer
             if label is not None:
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), LABEL: label}
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), self.key: label}
             for body in _bodies(gm, node):
                 self.walk(body, label)
 

@@ -39,11 +39,40 @@ MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
 
 @dataclass(frozen=True)
 class Record:
-    """What a backward has to know of its forward: the plan, and how saved values were left."""
+    """What a backward has to know of its forward: the plan, and how saved values were left.
+
+    Attributes:
+        plan: the forward's.
+        spans, metas: of each saved value: which micro-batches its pieces hold, and their layout.
+        context, candidate: where several strategies are tried: sizes, and which of them it was.
+    """
 
     plan: Plan
     spans: Mapping[str, tuple[Span, ...]]
     metas: Mapping[tuple[str, int], Meta]
+    context: tuple[Any, ...] = ()
+    candidate: int = 0
+
+
+class Records(dict[int, Record]):
+    """Records by ticket, shared by the runners of one capture.
+
+    Attributes:
+        live: tickets of contexts that may run again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: set[int] = set()
+
+    def new(self) -> int:
+        """A ticket."""
+        return max(self, default=-1) + 1
+
+    def forget(self) -> None:
+        """Drop the oldest records, but for those of contexts that may run again."""
+        for number in [n for n in list(self)[:-MOST_PENDING] if n not in self.live]:
+            del self[number]
 
 
 @dataclass
@@ -111,7 +140,8 @@ class Runner:
         fast: the fast path, else the interpreter.
         dynamic: a new plan for every call.
         max_contexts: how many contexts are kept.
-        records: of the forward; shared with the backward's runner.
+        records: of the forward; shared with the backward's runner, and by all candidates.
+        candidate: which of several strategies it runs.
     """
 
     facts: GraphFacts
@@ -121,7 +151,8 @@ class Runner:
     fast: bool = True
     dynamic: bool = False
     max_contexts: int = 16
-    records: dict[int, Record] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
+    candidate: int = 0
     entries: OrderedDict[Any, Entry] = field(default_factory=OrderedDict)
     streams: dict[str, Any] = field(default_factory=dict)
 
@@ -146,23 +177,59 @@ class Runner:
             return results
         return entry.call(arguments)
 
+    def context(self, arguments: list[Any]) -> tuple[Any, ...]:
+        """The sizes that tell contexts apart."""
+        return tuple(arguments[i] for i, _ in self._sizes)
+
+    def _ticket(self, arguments: list[Any]) -> int:
+        return -1 if self._ticket_at is None else int(arguments[self._ticket_at])
+
+    def record_of(self, arguments: list[Any]) -> Record | None:
+        """The record of the forward whose backward is called with `arguments`, if it left one.
+
+        Raises:
+            ScheduleError: so many forwards came since that it is gone.
+        """
+        ticket = self._ticket(arguments)
+        at = ticket if ticket >= 0 else self._unticketed(self._symbols(arguments))
+        if ticket >= 0 and at not in self.records:
+            raise ScheduleError(
+                f"{self.facts.region.name}: the plan of forward {ticket} is gone; the last "
+                f"{MOST_PENDING} are kept. Run its backward sooner."
+            )
+        return self.records.get(at)
+
+    def drop(self, context: tuple[Any, ...]) -> None:
+        """Forget how a context is run, which another candidate runs from now on."""
+        for key, entry in list(self.entries.items()):
+            record = self.records.get(key[1])
+            if (record.context if record and self._backward else key[0]) == context:
+                self._retire(entry)
+                del self.entries[key]
+
     def entry(self, arguments: list[Any]) -> Entry:
         """The context of these arguments, made if it is new."""
-        values = tuple(arguments[i] for i, _ in self._sizes)
-        ticket = -1 if self._ticket_at is None else int(arguments[self._ticket_at])
-        key = (values, ticket)
+        ticket = self._ticket(arguments)
+        key = (self.context(arguments), ticket)
         found = self.entries.get(key)
         if found is not None and not (self.dynamic and not self._backward):
             self.entries.move_to_end(key)
             return found
         with torch.no_grad():
-            entry = self._make(arguments, ticket)
+            entry = self._make(arguments)
         if self.dynamic and found is not None and entry.plan == found.plan:
+            self._retire(entry)
             return found
+        if found is not None:
+            self._retire(found)
         self.entries[key] = entry
         while len(self.entries) > self.max_contexts:
-            self.entries.popitem(last=False)
+            self._retire(self.entries.popitem(last=False)[1])
         return entry
+
+    def _retire(self, entry: Entry) -> None:
+        if entry.ticket is not None:
+            self.records.live.discard(int(entry.ticket))
 
     def _symbols(self, arguments: list[Any]) -> Symbols:
         symbols = {
@@ -176,15 +243,9 @@ class Runner:
                     symbols.setdefault(symbol, int(real))
         return symbols
 
-    def _make(self, arguments: list[Any], ticket: int) -> Entry:
-        symbols, record = self._symbols(arguments), None
-        if self._backward:
-            record = self.records.get(ticket if ticket >= 0 else self._unticketed(symbols))
-            if ticket >= 0 and record is None:
-                raise ScheduleError(
-                    f"{self.facts.region.name}: the plan of forward {ticket} is gone; the last "
-                    f"{MOST_PENDING} are kept. Run its backward sooner."
-                )
+    def _make(self, arguments: list[Any]) -> Entry:
+        symbols = self._symbols(arguments)
+        record = self.record_of(arguments) if self._backward else None
         batch = symbols.get(self.facts.batch, 1) if self.facts.batch is not None else 1
         plan = self.make_plan(
             self.facts.region, symbols, batch, record.plan.sizes if record else None
@@ -197,7 +258,7 @@ class Runner:
             symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device
         )
         ticketed = not self._backward and self.facts.ticketed
-        number = max(self.records, default=-1) + 1 if ticketed else None
+        number = self.records.new() if ticketed else None
         tensor = None if number is None else torch.tensor(number, dtype=torch.int64)
         builder = Builder(self.facts.region, plan, setting)
         program = builder.build(
@@ -205,33 +266,31 @@ class Runner:
         )
         if not self._backward and self.facts.saved:
             at = number if number is not None else self._unticketed(symbols)
-            self.records[at] = self._record(plan, builder, program)
-            self._forget()
+            context = self.context(arguments)
+            self.records[at] = self._record(plan, builder, program, context)
+            if number is not None:
+                self.records.live.add(number)
+                self.records.forget()
         lanes = lanes_for(program.blocks, device, self.streams)
         call, source = functools.partial(interpret, program, lanes), None
         if self.fast:
             call, source = emit(program, lanes)
         return Entry(plan, program, lanes, call, source, tensor)
 
-    def _forget(self) -> None:
-        """Drop the oldest records, but for those of contexts that may run again."""
-        kept = {int(e.ticket) for e in self.entries.values() if e.ticket is not None}
-        old = [n for n in list(self.records)[:-MOST_PENDING] if n not in kept]
-        for number in old if self.facts.ticketed else ():
-            del self.records[number]
-
     def _unticketed(self, symbols: Symbols) -> int:
         """A record's key where there is one plan for each set of sizes."""
         return -2 - (hash(tuple(sorted((str(k), v) for k, v in symbols.items()))) & 0xFFFFFFFF)
 
-    def _record(self, plan: Plan, builder: Builder, program: Program) -> Record:
+    def _record(
+        self, plan: Plan, builder: Builder, program: Program, context: tuple[Any, ...]
+    ) -> Record:
         spans = {name: program.spans[name] for name in self.facts.saved}
         metas = {
             (name, piece): builder.slots[builder.at[name, span]].meta
             for name, pieces in spans.items()
             for piece, span in enumerate(pieces)
         }
-        return Record(plan, spans, metas)
+        return Record(plan, spans, metas, context, self.candidate)
 
     def _arguments(self, arguments: list[Any], record: Record | None, parts: int) -> list[Argument]:
         nodes, found = self.facts.placeholders, []

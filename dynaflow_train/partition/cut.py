@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from dynaflow_train.annotate import LABEL, Rule, SplitFunc
+from dynaflow_train.annotate import Rule, SplitFunc, label_key
 from dynaflow_train.errors import RuleError
 from dynaflow_train.ir import Op, Phase, Region, Value
 from dynaflow_train.partition.collectives import group_of, kind_of
@@ -88,7 +88,7 @@ class _Cutter:
                 self.operator_hits.add(rule)
                 where = self.verdicts.modules(node)
                 return f"{where[-1] if where else ''}.{self.verdicts.packet(node)}".lstrip(".")
-        return (node.meta.get("custom") or {}).get(LABEL)
+        return (node.meta.get("custom") or {}).get(label_key(self.rules))
 
     def label(self, node: fx.Node) -> Label:
         if node in self.labels:
