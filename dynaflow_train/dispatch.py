@@ -27,12 +27,14 @@ class Dispatcher:
     Attributes:
         session: what it is compiled in.
         enabled: False runs the plain forward.
+        before_run: called outside the capture before each run of the region.
         before: what stood in its place.
     """
 
     def __init__(self, module: torch.nn.Module, session: Session) -> None:
         self.module, self.session, self.enabled = module, session, True
         self.before = module._compiled_call_impl
+        self.before_run: list[Callable[[], None]] = []
 
     def is_plain(self) -> bool:
         """Whether this call is none of a training step."""
@@ -42,6 +44,8 @@ class Dispatcher:
         """Compiled or plain, as the moment asks."""
         if self.is_plain():
             return self.module._call_impl(*args, **kwargs)
+        for call in self.before_run:
+            call()
         with correct_gradients():
             return self.run(*args, **kwargs)
 

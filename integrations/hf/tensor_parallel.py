@@ -31,6 +31,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from dynaflow_train.errors import UnsupportedError
+from dynaflow_train.integrations.functions import SumOutput, sum_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -48,41 +49,6 @@ OURS_FOR = {
     "embedding_rowwise": WHOLE,
 }
 GATHERED_HEAD = ("colwise_gather_output", "colwise_rep")
-
-
-def _all_reduce(tensor: Tensor, group: str) -> Tensor:
-    """Sum over the group. Functional: Dynamo records two nodes and no copy."""
-    c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(tensor.contiguous(), "sum", group))
-
-
-class SumGradient(torch.autograd.Function):
-    """Megatron's f: identity forward, sum over the group backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: D102
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-class SumOutput(torch.autograd.Function):
-    """Megatron's g: sum over the group forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:  # noqa: D102
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        return gradients[0], None
-
-
-def _sum_gradient(tensor: Tensor, group: str) -> Tensor:
-    return SumGradient.apply(tensor, group)  # pyright: ignore[reportReturnType]
 
 
 def _group_name(mesh: DeviceMesh) -> str:
@@ -115,9 +81,9 @@ class BlockInput(TensorParallelLayer):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if args:
-                args = (_sum_gradient(args[0], group), *args[1:])
+                args = (sum_gradient(args[0], group), *args[1:])
             else:
-                kwargs = {**kwargs, "hidden_states": _sum_gradient(kwargs["hidden_states"], group)}
+                kwargs = {**kwargs, "hidden_states": sum_gradient(kwargs["hidden_states"], group)}
             return plain(*args, **kwargs)
 
         module.forward = forward
@@ -172,7 +138,7 @@ class Shared(TensorParallelLayer):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = {k: p for k, p in module._parameters.items() if p is not None}
-            with _swapped(module, {k: _sum_gradient(p, group) for k, p in own.items()}):
+            with _swapped(module, {k: sum_gradient(p, group) for k, p in own.items()}):
                 return plain(*args, **kwargs)
 
         module.forward = forward

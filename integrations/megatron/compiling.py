@@ -1,0 +1,56 @@
+"""Compiles a Megatron model in regions: checked, replacements in place, hooks at the entry."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import dynaflow_train.api as api
+from dynaflow_train.config import Recipe
+from dynaflow_train.errors import RecipeError
+
+from . import param_gather
+from .versions import check_model
+
+if TYPE_CHECKING:
+    import torch
+
+BATCH_DIM = 1  # Megatron's activations are [s, b, h]
+
+
+def compile(model: torch.nn.Module, what: str | Recipe, **options: Any) -> torch.nn.Module:
+    """As `dynaflow_train.compile`, for a model of megatron-core; `seams.apply` comes first.
+
+    Args:
+        model: holds transformer layers (GPTModel, or a wrapper around one). Compile it before
+            DistributedDataParallel wraps it.
+        what: the name of a strategy, or a Recipe.
+        **options: keys of a recipe and parameters of the strategy, where `what` is a name.
+
+    Raises:
+        UnsupportedError: see `versions.check_model`.
+        RecipeError: `batch_dim` is not 1, or as `dynaflow_train.compile`.
+    """
+    _, layers = api.layers_of(model)
+    check_model(model, layers)
+    recipe = what
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.from_options({"batch_dim": BATCH_DIM, **options, "strategy": what})
+    elif options:
+        raise RecipeError(
+            f"options {sorted(options)} were given beside a recipe; change the recipe"
+        )
+    if recipe.batch_dim != BATCH_DIM:
+        raise RecipeError(
+            f"Megatron's activations are [s, b, h]: the recipe needs batch_dim: {BATCH_DIM}, "
+            f"found {recipe.batch_dim}"
+        )
+    api.compile(model, recipe)
+    entries = {"model": [layers], "layer": [[layer] for layer in layers]}[recipe.region]
+    for region in entries:
+        dispatcher: Any = region[0]._compiled_call_impl
+        dispatcher.before_run.append(functools.partial(param_gather.wait_for, region))
+    return model
+
+
+undo = api.undo

@@ -1,0 +1,28 @@
+"""Lets megatron-core run on CPU and gloo: what it asks of torch.cuda, and nothing of the product."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+
+
+class _Nothing:
+    """A stream or an event: everything is in order already."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def install() -> None:
+    """For the rest of this process."""
+    warnings.filterwarnings("ignore", message=".*tp_group is None.*", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    nothing = _Nothing()
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+    torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: nothing  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
