@@ -46,6 +46,13 @@ def start(case: Case) -> None:
         model_parallel_cuda_manual_seed(123, inference_rng_tracker=True)
 
 
+def stop() -> None:
+    """So that another case may start in this process."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
 def config(case: Case) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -69,9 +76,8 @@ def config(case: Case) -> Any:
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
         bf16=case.bf16,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
         transformer_impl="local",
-        **{"pipeline_dtype": torch.float32, **case.more},
+        **{"bias_activation_fusion": False, **case.more},
     )
 
 

@@ -1,0 +1,94 @@
+"""Every strategy on a GPT model, whole stack and layer by layer, against unmodified Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.megatron.models import Case
+from tests.ranks import run_ranks
+
+pytest.importorskip("megatron.core", reason="needs megatron-core, see docs/megatron.md")
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "comm_overlap": {},
+    "dual_batch": {"micro_batches": 2},
+    "nanoflow": {"sizes": (1, 3)},
+}
+MICRO_BATCHES = {"sequential": 1, "comm_overlap": 1, "dual_batch": 2, "nanoflow": 2}
+# Forward and backward of one layer, in the order of the region.
+COLLECTIVES = {
+    False: (["all_reduce"] * 2, ["all_reduce"] * 2),
+    True: (
+        ["all_gather", "reduce_scatter"] * 2,
+        ["all_gather"] * 2 + ["reduce_scatter"] + ["all_gather"] * 2 + ["reduce_scatter"],
+    ),
+}
+
+
+def every_strategy(rank: int, case: Case, regions: tuple[str, ...], executor: str) -> Any:
+    del rank
+    import dynaflow_train as df
+    from dynaflow_train.integrations import megatron
+    from tests.engine.stepping import Result
+    from tests.megatron import models
+
+    models.start(case)
+    with models.norms_alone():
+        plain, exact = models.build(case), models.build(case)
+    # Its own loss is in fp32 in any case; what it rounds is in `plain` too.
+    truth = Result(models.step(exact.double(), models.batch()))
+    host = models.step(plain, models.batch())
+    factor, floor = (4, torch.finfo(torch.bfloat16).eps / 2) if case.bf16 else (2, 1e-5)
+    allowed = {k: factor * e + floor for k, e in Result(host).errors(truth).items()}
+    found = {}
+    with megatron.apply():
+        for region in regions:
+            for name, options in STRATEGIES.items():
+                torch._dynamo.reset()
+                model = models.build(case)
+                megatron.compile(
+                    model, name, region=region, executor=executor, strict=True, **options
+                )
+                models.step(model, models.batch(seed=5))
+                got = Result(models.step(model, models.batch()))
+                used = df.plans(model)
+                found[region, name] = {
+                    "bad": {k: e for k, e in got.errors(truth).items() if not e <= allowed[k]},
+                    "loss": bool(torch.equal(got.tensors["loss"], host["loss"])),
+                    "micro_batches": {len(u.plan.sizes) for u in used},
+                    "copies": {u.region.phase: dict(u.copies) for u in used if u.copies},
+                    "merged": [op.reason for u in used for op in u.region.ops if op.reason],
+                    "collectives": [
+                        [op.name.rpartition(".")[2] for op in u.region.ops if op.is_communication]
+                        for u in used
+                    ],
+                }
+                megatron.undo(model)
+    return found
+
+
+def check(found: Any, case: Case) -> None:
+    for (region, name), one in found.items():
+        where = f"{region} {name}"
+        assert one["bad"] == {}, where
+        assert one["micro_batches"] == {MICRO_BATCHES[name]}, where
+        assert one["merged"] == [], where
+        times = case.layers if region == "model" else 1
+        wanted = [kinds * times for kinds in COLLECTIVES[case.sequence_parallel]]
+        assert [sorted(c) for c in one["collectives"]] == [sorted(w) for w in wanted], where
+        # Cut on dimension 1, an incoming gradient is strided, and gloo and NCCL gather no such.
+        gathered = case.sequence_parallel and MICRO_BATCHES[name] > 1
+        assert set(one["copies"]) <= ({"backward"} if gathered else set()), where
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2 sp"])
+def test_two_ranks_give_megatrons_losses_and_gradients(sequence_parallel):
+    case = Case(sequence_parallel=sequence_parallel, groups=2, bias=True)
+    for found in run_ranks(every_strategy, 2, case, ("model", "layer"), "eager"):
+        assert len(found) == 8
+        check(found, case)
