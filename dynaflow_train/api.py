@@ -12,6 +12,7 @@ import torch
 
 from dynaflow_train import strategies
 from dynaflow_train.backend import compile_graph, sessions_of
+from dynaflow_train.choices import Choice
 from dynaflow_train.config import Recipe
 from dynaflow_train.dispatch import Dispatcher, install, install_stack
 from dynaflow_train.errors import CaptureError, RecipeError
@@ -149,9 +150,13 @@ def plans(model: torch.nn.Module) -> tuple[PlanInUse, ...]:
 
 
 class Explanations(tuple[Explanation, ...]):
-    """One `Explanation` for each measured plan; prints as tables."""
+    """One `Explanation` for each measured plan; prints as tables.
 
-    __slots__ = ()
+    Attributes:
+        choices: what `auto` chose in each context, and from what.
+    """
+
+    choices: tuple[Choice, ...] = ()
 
     @property
     def hidden_share(self) -> float:
@@ -161,18 +166,21 @@ class Explanations(tuple[Explanation, ...]):
         return hidden / total if total else 1.0
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self)) or (
+        return "\n\n".join(map(str, (*self.choices, *self))) or (
             "nothing was measured yet: each context is measured at its third training step."
         )
 
 
 def explain(model: torch.nn.Module) -> Explanations:
     """What became of each collective, from the third call of each context, which is measured."""
-    return Explanations(
+    found = Explanations(
         explain_one(used.plan, used.region, used.intervals, tuple(used.copies.items()))
         for used in plans(model)
         if used.intervals
     )
+    captures = [capture for session in sessions(model) for capture in session.captures]
+    found.choices = tuple(choice for capture in captures for choice in capture.choices)
+    return found
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from dynaflow_train.capture.gradients211 import install_correction, needs_correc
 from dynaflow_train.capture.labels import module_stack
 from dynaflow_train.config import Recipe
 from dynaflow_train.execute import GraphFacts, Runner
+from dynaflow_train.execute.trials import TriedRunner
 from dynaflow_train.ir import Phase, Region, Value
 from dynaflow_train.partition import Verdicts, cut, drop_waits
 from dynaflow_train.session import Capture, Session
@@ -39,6 +40,8 @@ from dynaflow_train.split.table import SIZE_OPERATORS, VIEWS, packet_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from dynaflow_train.strategy import Strategy
 
 _SESSIONS = "_dynaflow_sessions"
 
@@ -75,7 +78,7 @@ def compile_graph(
         install_correction()
         raise TensorifyScalarRestartAnalysis(restart_reason="dynaflow corrects torch 2.11")
     batch = make_batch_symbolic(gm, example_inputs, session.recipe.batch_dim)
-    for rules in dict.fromkeys(each.rules for each in session.alternatives.values()):
+    for rules in dict.fromkeys(each.rules for each in session.strategy.alternatives.values()):
         stamp(gm, rules)
     stages = _Stages(session, batch, Capture(name, why_not=batch.why_not))
     _register(session, example_inputs)
@@ -144,8 +147,8 @@ class _Stages:
         found = self.analyse_forward(graph.graph)
         return {n for n, mode in found.modes.items() if mode == "split"}
 
-    def forward(self, captured: Captured) -> Runner:
-        """The runner of the forward graph."""
+    def forward(self, captured: Captured) -> Callable[..., Any]:
+        """What runs the forward graph."""
         slots, graph = captured.slots, captured.graph.graph
         found = self.analyse_forward(graph)
         number = slots.num_outputs
@@ -154,12 +157,20 @@ class _Stages:
         self.outputs = [(o.meta.get("val"), found.infos.get(o, SHARED)) for o in nodes]
         self.forward_infos = [found.infos.get(n, SHARED) for n in keep[number:]]
         self.capture.tokens = _tokens(graph, self.batch.symbol)
-        region = self._region(graph, "forward", found, (), keep)
-        self.capture.forward = self._runner(captured, region, found.symbol, number)
-        return self.capture.forward
+        capture, several = self.capture, len(self.session.strategy.alternatives) > 1
+        capture.forwards = self._runners(captured, "forward", found, (), keep, number)
+        if several and slots.ticketed:
+            capture.trials = self.session.try_all(capture, captured.graph.code)
+            return TriedRunner(capture.forwards, capture.trials)
+        if several:
+            self.session.warn(
+                f"{capture.name}: its forward saves nothing for a backward, so auto cannot time "
+                f"its candidates and runs the first."
+            )
+        return capture.forwards[0]
 
-    def backward(self, captured: Captured) -> Runner:
-        """The runner of the backward graph."""
+    def backward(self, captured: Captured) -> Callable[..., Any]:
+        """What runs the backward graph."""
         graph = captured.graph.graph
         drop_waits(graph)
         symbol = self._symbol(graph)
@@ -168,12 +179,36 @@ class _Stages:
         parameters = self.batch.parameters
         if len(parameters) != len(outputs):
             parameters = (False,) * len(outputs)
-        region = self._region(graph, "backward", found, parameters, outputs)
-        runner = self._runner(captured, region, found.symbol, len(outputs))
-        assert self.capture.forward is not None, "AOTAutograd compiles the forward first"
-        runner.records = self.capture.forward.records
-        self.capture.backward = runner
-        return runner
+        capture, number = self.capture, len(outputs)
+        runners = self._runners(captured, "backward", found, parameters, outputs, number)
+        assert capture.forwards, "AOTAutograd compiles the forward first"
+        for runner in runners:
+            runner.records = capture.forwards[0].records
+        capture.backwards = runners
+        return TriedRunner(runners, capture.trials) if capture.trials else runners[0]
+
+    def _runners(  # noqa: PLR0913 - a graph, and what each stage before says of it
+        self,
+        captured: Captured,
+        phase: Phase,
+        found: Analysis,
+        parameters: Sequence[bool],
+        outputs: Sequence[Any],
+        num_outputs: int,
+    ) -> list[Runner]:
+        """One for each alternative of the strategy; those that cut alike share the region."""
+        regions: dict[Any, Region] = {}
+        runners: list[Runner] = []
+        for candidate, strategy in enumerate(self.session.strategy.alternatives.values()):
+            cuts = (strategy.rules, strategy.split_wgrad)
+            if cuts not in regions:
+                graph = captured.graph.graph
+                regions[cuts] = self._region(strategy, graph, phase, found, parameters, outputs)
+            runner = self._runner(strategy, captured, regions[cuts], found.symbol, num_outputs)
+            runner.candidate = candidate
+            runner.records = runners[0].records if runners else runner.records
+            runners.append(runner)
+        return runners
 
     def _backward_infos(self, graph: fx.Graph, symbol: sympy.Symbol | None) -> dict[fx.Node, Info]:
         if symbol is None:
@@ -204,15 +239,15 @@ class _Stages:
             return info
         return plain_by_shape(value, symbol)
 
-    def _region(
+    def _region(  # noqa: PLR0913 - a graph, and what each stage before says of it
         self,
+        strategy: Strategy,
         graph: fx.Graph,
         phase: Phase,
         found: Analysis,
         parameters: Sequence[bool],
         outputs: Sequence[Any],
     ) -> Region:
-        strategy = self.session.strategy
         region = cut(
             graph,
             phase,
@@ -228,7 +263,12 @@ class _Stages:
         return region
 
     def _runner(
-        self, captured: Captured, region: Region, symbol: sympy.Symbol | None, num_outputs: int
+        self,
+        strategy: Strategy,
+        captured: Captured,
+        region: Region,
+        symbol: sympy.Symbol | None,
+        num_outputs: int,
     ) -> Runner:
         session, recipe, slots = self.session, self.session.recipe, captured.slots
         facts = GraphFacts(
@@ -244,7 +284,7 @@ class _Stages:
         )
 
         def make_plan(*context: Any) -> Any:
-            return session.plan(self.capture, *context)
+            return session.plan(strategy, self.capture, *context)
 
         return Runner(
             facts,
@@ -252,7 +292,7 @@ class _Stages:
             make_plan,
             session.kernel,
             fast=recipe.engine == "fast",
-            dynamic=session.strategy.dynamic,
+            dynamic=strategy.dynamic,
             max_contexts=recipe.max_contexts,
         )
 

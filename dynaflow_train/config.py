@@ -178,6 +178,8 @@ def _refused(name: str, value: object) -> str | None:
 
 RECIPE_VARIABLE = "DYNAFLOW_RECIPE"
 TIMEOUT_VARIABLE = "DYNAFLOW_AGREE_TIMEOUT"
+CACHE_VARIABLE = "DYNAFLOW_CACHE"
+_OWN = {RECIPE_VARIABLE, TIMEOUT_VARIABLE, CACHE_VARIABLE}
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -195,6 +197,7 @@ class Environment:
         agree_timeout_s: seconds that override every recipe's, or None.
         rank, world_size, local_rank: of the launcher (torchrun, accelerate), or None.
         variables: the communication libraries' variables that are set, as text.
+        cache: folder of what `auto` remembers, or None if `DYNAFLOW_CACHE` is "off".
         unknown: names that begin with DYNAFLOW_ and that nothing reads.
     """
 
@@ -204,6 +207,7 @@ class Environment:
     world_size: int | None = None
     local_rank: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    cache: Path | None = None
     unknown: tuple[str, ...] = ()
 
     @property
@@ -243,12 +247,19 @@ def environment() -> Environment:
         world_size=_number("WORLD_SIZE", int),
         local_rank=_number("LOCAL_RANK", int),
         variables={name: os.environ[name] for name in _WATCHED if name in os.environ},
+        cache=_cache(),
         unknown=tuple(
-            name
-            for name in sorted(os.environ)
-            if name.startswith("DYNAFLOW_") and name not in {RECIPE_VARIABLE, TIMEOUT_VARIABLE}
+            name for name in sorted(os.environ) if name.startswith("DYNAFLOW_") and name not in _OWN
         ),
     )
+
+
+def _cache() -> Path | None:
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder == "off":
+        return None
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynaflow"
+    return Path(folder) if folder else default
 
 
 @contextmanager

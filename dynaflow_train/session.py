@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -10,14 +11,16 @@ import sympy
 import torch
 import torch.distributed as dist
 
+from dynaflow_train.choices import Choice, Chooser, machine
 from dynaflow_train.config import environment
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.meta import Meta
+from dynaflow_train.execute.trials import Trials
 from dynaflow_train.execute.specialise import Sizes, specialise
 from dynaflow_train.overlap_kernels.registry import Registry, default_registry
 from dynaflow_train.partition.chain import chain
-from dynaflow_train.schedule.agree import agree
+from dynaflow_train.schedule.agree import agree, gather
 from dynaflow_train.schedule.record import record
 from dynaflow_train.schedule.text import dumps, plan_hash
 from dynaflow_train.strategy import Context, Strategy
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from dynaflow_train.config import Recipe
     from dynaflow_train.ir import Op, Plan, Region
+    from dynaflow_train.strategies.auto import Auto
 
 
 class DynaFlowWarning(UserWarning):
@@ -52,15 +56,19 @@ class Capture:
     """One captured graph pair: its regions and the runners that run them."""
 
     name: str
-    forward: Runner | None = None
-    backward: Runner | None = None
+    forwards: list[Runner] = field(default_factory=list["Runner"])
+    backwards: list[Runner] = field(default_factory=list["Runner"])
+    trials: Trials | None = None
+    choices: list[Choice] = field(default_factory=list[Choice])
     tokens: sympy.Expr = sympy.S.One
     why_not: str | None = None
 
     @property
     def runners(self) -> list[Runner]:
-        """Forward first."""
-        return [r for r in (self.forward, self.backward) if r is not None]
+        """Those in use, forward first: of the candidates that were chosen, or of all."""
+        kept = range(len(self.forwards)) if self.trials is None else self.trials.in_use()
+        both = [[each[i] for i in kept if i < len(each)] for each in (self.forwards, self.backwards)]
+        return both[0] + both[1]
 
 
 @dataclass
@@ -89,13 +97,33 @@ class Session:
     @property
     def max_micro_batches(self) -> int:
         """Slots to make room for: the strategy's own number where it has one."""
-        return min(
-            self.recipe.max_micro_batches,
-            self.strategy.most_micro_batches or self.recipe.max_micro_batches,
-        )
+        most, limit = self.strategy.most_micro_batches, self.recipe.max_micro_batches
+        least = 2 if len(self.strategy.alternatives) > 1 else 1  # with slots comes the ticket
+        return max(min(limit, most or limit), least)
 
-    def plan(
+    def try_all(self, capture: Capture, identity: str) -> Trials:
+        """Trials of the strategy's alternatives; `identity` names the graph."""
+        auto, names = cast("Auto", self.strategy), tuple(self.strategy.alternatives)
+        groups = sorted({op.group for r in capture.forwards for op in r.facts.region.ops if op.group})
+        shape = [f"{_group(group).size()} ranks" for group in groups]
+
+        def exchange(text: str) -> list[str]:
+            texts = [text]
+            for group in groups:  # in turn, so that ranks who share no group agree as well
+                texts = [json.dumps(sorted(set(texts)))]
+                heard = gather(texts[0], **self._among(group, "choice"))
+                texts = [each for one in heard for each in json.loads(one)]
+            return texts
+
+        chooser = Chooser(
+            capture.name, names, (identity, *shape, *machine()), exchange, auto.cache
+        )
+        capture.choices = chooser.found
+        return Trials(names, auto.warmups, auto.samples, chooser.recall, chooser.settle)
+
+    def plan(  # noqa: PLR0913 - what a context is made of
         self,
+        strategy: Strategy,
         capture: Capture,
         region: Region,
         symbols: dict[sympy.Symbol, int],
@@ -122,7 +150,7 @@ class Session:
             forward_sizes=forward_sizes,
         )
         strict = self.recipe.strict
-        plan = record(self.strategy, region, context, self.registry.kernels, strict=strict)
+        plan = record(strategy, region, context, self.registry.kernels, strict=strict)
         for group in groups:
             self._agree(plan, region, group)
         if plan.reason is not None:
@@ -130,19 +158,21 @@ class Session:
         return plan
 
     def _agree(self, plan: Plan, region: Region, group: str) -> None:
-        """Compare with the group's other ranks; every comparison has a number, alike on all."""
+        """Compare with the group's other ranks."""
+        agree(plan_hash(plan, region), dumps(plan), **self._among(group, region.phase))
+
+    def _among(self, group: str, what: str) -> dict[str, Any]:
+        """Whom to compare with, and under which key: comparisons are numbered alike on all."""
         ranks = _group(group)
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"dynaflow/ordinal/{group}/{ranks.rank()}", 1)
-        agree(
-            plan_hash(plan, region),
-            dumps(plan),
-            store=store,
-            rank=ranks.rank(),
-            world_size=ranks.size(),
-            key=f"{group}/{number}/{region.phase}",
-            timeout_s=environment().agree_timeout_s or self.recipe.agree_timeout_s,
-        )
+        return {
+            "store": store,
+            "rank": ranks.rank(),
+            "world_size": ranks.size(),
+            "key": f"{group}/{number}/{what}",
+            "timeout_s": environment().agree_timeout_s or self.recipe.agree_timeout_s,
+        }
 
     def warn(self, reason: str) -> None:
         """Say it once."""

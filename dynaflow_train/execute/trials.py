@@ -108,6 +108,12 @@ class Trials:
         trial.calls += 1
         return (trial.calls - 1) % len(self.names), True
 
+    def in_use(self) -> list[int]:
+        """The candidates that still may run: the chosen ones, all where a choice is open."""
+        chosen = {trial.chosen for trial in self.contexts.values()} or {None}
+        kept = [each for each in chosen if each is not None]
+        return list(range(len(self.names))) if None in chosen else sorted(kept)
+
     def _is_over(self, trial: Trial) -> bool:
         needed = self.warmups + self.samples
         done = [min(runs.get(p, 0) for p in ("forward", "backward")) for runs in trial.runs]
@@ -163,10 +169,3 @@ class TriedRunner:
         assert record is not None, "a capture with candidates has tickets"
         is_open = self.trials.contexts[record.context].chosen is None
         return record.context, record.candidate, is_open
-
-    def in_use(self) -> list[Runner]:
-        """The runners that still may run: the chosen ones, all where a choice is open."""
-        trials = self.trials.contexts.values()
-        if not trials or any(trial.chosen is None for trial in trials):
-            return list(self.runners)
-        return [self.runners[i] for i in sorted({t.chosen for t in trials if t.chosen is not None})]

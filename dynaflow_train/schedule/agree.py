@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from dynaflow_train.errors import PlanMismatchError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch._C._distributed_c10d import Store
 
 
@@ -38,29 +41,52 @@ def agree(  # noqa: PLR0913 - two things to compare, and who compares them
         PlanMismatchError: names the ranks that differ and the first line in which they do, or the
             ranks that did not answer in time.
     """
-    prefix = f"dynaflow/{key}"
+    who = {"store": store, "rank": rank, "world_size": world_size, "timeout_s": timeout_s}
+    with _told(rank, key):
+        store.set(f"dynaflow/{key}/{rank}/text", plan_text)
+    hashes = gather(plan_hash, key=key, **who)
+    if len(set(hashes)) > 1:
+        with _told(rank, key):
+            message = _difference(hashes, store, key)
+        raise PlanMismatchError(message)
+
+
+def gather(
+    text: str, *, store: Store, rank: int, world_size: int, key: str, timeout_s: float
+) -> list[str]:
+    """The texts that all ranks publish under `key`, by rank.
+
+    Args:
+        text: this rank's.
+        store, rank, world_size, key, timeout_s: as for `agree`.
+
+    Raises:
+        PlanMismatchError: names the ranks that did not answer in time.
+    """
     deadline = time.monotonic() + timeout_s
+    keys = [f"dynaflow/{key}/{each}/hash" for each in range(world_size)]
+    with _told(rank, key):
+        store.set(keys[rank], text)
+        silent = _silent(store, keys, deadline)
+        if not silent:
+            return [store.get(each).decode() for each in keys]
+    raise PlanMismatchError(
+        f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
+        f"{world_size} did not answer. A rank may have died, run another model or shape, "
+        f"or may still compile: look at its log, or raise the time limit."
+    )
+
+
+@contextmanager
+def _told(rank: int, key: str) -> Generator[None]:
+    """Says what a failing store means."""
     try:
-        store.set(f"{prefix}/{rank}/text", plan_text)
-        store.set(f"{prefix}/{rank}/hash", plan_hash)
-        silent = _silent(store, [f"{prefix}/{each}/hash" for each in range(world_size)], deadline)
-        if silent:
-            message = (
-                f"rank {rank} waited {timeout_s:g} s for the plan of {key}; {_ranks(silent)} of "
-                f"{world_size} did not answer. A rank may have died, run another model or shape, "
-                f"or may still compile: look at its log, or raise the time limit."
-            )
-        else:
-            hashes = [store.get(f"{prefix}/{each}/hash").decode() for each in range(world_size)]
-            if len(set(hashes)) == 1:
-                return
-            message = _difference(hashes, store, prefix, key)
+        yield
     except RuntimeError as error:  # all of torch's store errors
         raise PlanMismatchError(
             f"rank {rank} could not compare its plan of {key}: the process group's store failed "
             f"({error}). The rank that hosts it, mostly rank 0, may have died: look at its log."
         ) from error
-    raise PlanMismatchError(message)
 
 
 def _silent(store: Store, keys: list[str], deadline: float) -> list[int]:
@@ -77,13 +103,13 @@ def _silent(store: Store, keys: list[str], deadline: float) -> list[int]:
     return missing
 
 
-def _difference(hashes: list[str], store: Store, prefix: str, key: str) -> str:
+def _difference(hashes: list[str], store: Store, key: str) -> str:
     """The message, the same on every rank: who differs from most, and where."""
     counts = Counter(hashes)
     usual = max(hashes, key=lambda each: counts[each])  # the first, where several are as frequent
     differing = [rank for rank, each in enumerate(hashes) if each != usual]
     other, one = hashes.index(usual), differing[0]
-    texts = [store.get(f"{prefix}/{rank}/text").decode().splitlines() for rank in (other, one)]
+    texts = [store.get(f"dynaflow/{key}/{rank}/text").decode().splitlines() for rank in (other, one)]
     where = "their plans read the same, but the graphs below them differ (ops or edges)"
     for number, (expected, found) in enumerate(zip_longest(*texts, fillvalue=""), 1):
         if expected != found:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import sympy
 import torch
@@ -126,10 +126,15 @@ def _check_sizes(result: Result, value: object, symbol: sympy.Symbol) -> None:
 
     Raises:
         MixesSamples: a table cut to the batch size, a dimension expanded to it, samples times
-            samples.
+            samples; a result that depends on no sample.
     """
+    several = isinstance(value, tuple | list)
     infos = result if isinstance(result, tuple) else (result,)
-    for info, tensor in zip(infos, _tensors(value), strict=False):
+    for info, tensor in zip(infos, cast("Any", value if several else (value,)), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if info.sharing == "shared":
+            raise MixesSamples("it reads samples, but its result depends on none")
         dims = batch_dims(tensor.shape, symbol)
         if dims != ([] if info.axis is None else [info.axis.dim]):
             raise MixesSamples(f"its result {list(tensor.shape)} grows with the batch elsewhere")

@@ -18,16 +18,18 @@ from dynaflow_train.split.axis import (
     has_symbol,
     quotient,
 )
-from dynaflow_train.split.rules import Call, Result, follows
+from dynaflow_train.split.rules import Call, Result, follows, pointwise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dynaflow_train.ir import Axis
 
 
 def matmul(call: Call) -> Result:
     """mm, bmm, addmm, baddbmm: rows, columns or leading dimension; a contraction is an addend."""
-    biased = len(call.args) == 3
-    a, b = (call.info(arg).axis for arg in call.args[-2:])
+    *addend, left, right = call.tensors
+    a, b = (call.info(arg).axis for arg in (left, right))
     last, ndim = call.out.dim() - 1, call.out.dim()
     where: Info | None = None
     if a is not None and b is not None:
@@ -39,30 +41,48 @@ def matmul(call: Call) -> Result:
         where = Info("batch", a)
     elif b is not None and b.dim == last:
         where = Info("batch", b)
-    if where is None or (biased and where is PARTIAL):
+    if where is None or (addend and where is PARTIAL):
         raise MixesSamples("it multiplies samples with each other")
-    bias = call.first.axis if biased else None
-    if bias is not None and at(bias, bias.dim + ndim - call.source.dim()) != where:
+    bias = call.info(addend[0]).axis if addend else None
+    if bias is not None and at(bias, bias.dim + ndim - call.value(addend[0]).dim()) != where:
         raise MixesSamples("its addend carries the batch on another dimension")
     return where
 
 
-def first_dim(call: Call) -> Result:
+def matrices(call: Call) -> Result:
+    """Operators on matrices in the last two dimensions; those before them are independent."""
+    info = pointwise(call)
+    axis = info.axis if isinstance(info, Info) else None
+    if axis is None or axis.dim >= call.out.dim() - 2:
+        raise MixesSamples("its matrices are made of samples")
+    return info
+
+
+def first_dim(call: Call, *, others: Info = OWN) -> Result:
     """Attention, convolution, pooling: dimension 0 is the batch, of inputs and outputs."""
-    axes = {axis for a in call.tensors if (axis := call.info(a).axis) is not None}
-    for axis in axes:
-        if axis.dim != 0:
-            raise MixesSamples(f"it expects the batch first, found it on dimension {axis.dim}")
-    if len(axes) != 1:
-        raise MixesSamples("its inputs carry the batch in different orders")
-    info = Info("batch", axes.pop())
+    axis = _one_axis(call, call.tensors)
+    if axis.dim != 0:
+        raise MixesSamples(f"it expects the batch first, found it on dimension {axis.dim}")
+    info = Info("batch", axis)
 
     def of(value: object) -> Info:
         if not isinstance(value, torch.Tensor) or not value.dim():
             return OWN
-        return info if has_symbol(value.shape[0], call.symbol) else OWN
+        return info if has_symbol(value.shape[0], call.symbol) else others
 
     return tuple(map(of, call.out)) if isinstance(call.out, tuple | list) else of(call.out)
+
+
+def _one_axis(call: Call, tensors: Sequence[fx.Node]) -> Axis:
+    axes = {axis for a in tensors if (axis := call.info(a).axis) is not None}
+    if len(axes) != 1:
+        raise MixesSamples("its inputs carry the batch in different orders")
+    return axes.pop()
+
+
+def attention_backward(call: Call) -> Result:
+    """As `first_dim`; the gradient of what the samples share (a bias, say) is an addend."""
+    return first_dim(call, others=PARTIAL)
 
 
 def convolution(call: Call) -> Result:
@@ -73,7 +93,9 @@ def convolution(call: Call) -> Result:
 
 
 def convolution_backward(call: Call) -> Result:
-    """(input gradient, weight gradient, bias gradient)."""
+    """(input gradient, weight gradient, bias gradient) of (gradient, input, weight)."""
+    if call.info(call.args[2]).axis is not None:
+        raise MixesSamples("its weight carries the batch")
     first_dim(call)
     return (call.first, PARTIAL, PARTIAL)
 
@@ -86,48 +108,82 @@ def embedding(call: Call) -> Result:
 
 
 def embedding_backward(call: Call) -> Result:
-    """embedding_dense_backward: an addend per micro-batch."""
+    """embedding_dense_backward(gradient, indices, …): an addend per micro-batch."""
     if call.arg(4, "scale_grad_by_freq", False):
         raise MixesSamples("it scales by how often an index occurs in the batch")
+    _one_axis(call, call.args[:2])
+    if call.first.axis is None or call.info(call.args[1]).axis is None:
+        raise MixesSamples("its gradient or its indices do not carry the batch")
     return PARTIAL
 
 
 def index(call: Call) -> Result:
     """x[i, j, …]: a shared table read per sample, or samples read by shared indices."""
-    given: list[tuple[int, Any]] = [(i, a) for i, a in enumerate(call.args[1]) if a is not None]
-    places = [i for i, _ in given]
-    axis = call.first.axis
-    adjacent = places == list(range(places[0], places[-1] + 1))
-    width = max(call.value(a).dim() for _, a in given)
-    start = places[0] if adjacent else 0
-    aligned = {
-        at(found, start + found.dim + width - call.value(a).dim())
-        for _, a in given
-        if (found := call.info(a).axis) is not None
-    }
-    if axis is None and len(aligned) == 1:
-        return aligned.pop()
-    if axis is not None and not aligned and axis.dim not in places and adjacent:
-        return at(axis, axis.dim if axis.dim < start else axis.dim - len(places) + width)
-    raise MixesSamples("it indexes samples by samples")
+    start, width, places = _indices(call, call.args[1])
+    by_sample = _aligned(call, call.args[1], start, width)
+    if call.first.axis is None and len(by_sample) == 1:
+        return by_sample.pop()
+    if call.first.axis is None or by_sample:
+        raise MixesSamples("it indexes samples by samples")
+    return _picked(call.first.axis, start, width, places)
 
 
-def index_put(call: Call, *, adds: bool = False) -> Result:
-    """Rows added into zeros (the backward of an embedding): an addend per micro-batch."""
-    base = call.args[0]
-    zero = (
-        isinstance(base, fx.Node)
-        and base.op == "call_function"
-        and (("full" in str(base.target) and base.args[-1] == 0) or "zeros" in str(base.target))
-    )
-    if (adds or call.arg(3, "accumulate", False)) and zero and call.first.axis is None:
+def index_put(call: Call) -> Result:
+    """Rows written or added: `index_put(x, indices, values, accumulate)`."""
+    indices, values = call.args[1:3]
+    return _put(call, indices, [values], adds=bool(call.arg(3, "accumulate", False)))
+
+
+def masked_index_put(call: Call) -> Result:
+    """Rows added where a mask says: `_unsafe_masked_index_put_accumulate(x, mask, …)`."""
+    _, mask, indices, values = call.args
+    return _put(call, indices, [mask, values], adds=True)
+
+
+def _put(call: Call, indices: Sequence[Any], values: list[Any], *, adds: bool) -> Result:
+    """Shared indices: each sample gets its own values. Rows added into zeros: an addend."""
+    start, width, places = _indices(call, indices)
+    by_sample = _aligned(call, indices, start, width)
+    given = _aligned(call, values, 0, width + call.source.dim() - len(places))
+    base = call.first.axis
+    if base is not None and not by_sample and given <= {_picked(base, start, width, places)}:
+        return call.first
+    adds = adds and _is_zero(call.args[0]) and call.out.dtype != torch.bool
+    if base is None and adds and by_sample and len(by_sample | given) == 1:
         return PARTIAL
     raise MixesSamples("it writes samples into one tensor")
 
 
-def masked_index_put(call: Call) -> Result:
-    """_unsafe_masked_index_put_accumulate(base, mask, indices, values): as `index_put`."""
-    return index_put(call, adds=True)
+def _indices(call: Call, indices: Sequence[Any]) -> tuple[int, int, list[int]]:
+    """(dimension of the result where the indices' own start, their number, indexed dimensions)."""
+    places = [i for i, a in enumerate(indices) if a is not None]
+    values = [call.value(indices[i]) for i in places]
+    if any(v.dtype in (torch.bool, torch.uint8) for v in values):
+        raise MixesSamples("how many rows it picks depends on a mask")
+    adjacent = places == list(range(places[0], places[-1] + 1))
+    return places[0] if adjacent else 0, max(v.dim() for v in values), places
+
+
+def _aligned(call: Call, tensors: Sequence[Any], start: int, width: int) -> set[Info]:
+    """Where the batch of broadcast tensors lies among `width` dimensions from `start` on."""
+    return {
+        at(axis, start + axis.dim + width - call.value(a).dim())
+        for a in tensors
+        if (axis := call.info(a).axis) is not None
+    }
+
+
+def _picked(axis: Axis, start: int, width: int, places: list[int]) -> Info:
+    """Where the batch of `x` lies in `x[indices]`."""
+    if axis.dim in places:
+        raise MixesSamples("it picks samples out of the batch")
+    gone = sum(place < axis.dim for place in places)
+    return at(axis, axis.dim if axis.dim < start else axis.dim - gone + width)
+
+
+def _is_zero(base: Any) -> bool:
+    name = str(getattr(base, "target", ""))
+    return "zeros" in name or ("full" in name and base.args[-1] == 0)
 
 
 @follows

@@ -23,6 +23,7 @@ from dynaflow_train.split.axis import (
     Info,
     MixesSamples,
     at,
+    batch,
     by_shape,
     expr,
     plain_by_shape,
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
     import sympy
 
 Result = Info | tuple[Info, ...]
+_SAME_ROWS = {
+    "full",
+    "full_like",
+    "new_ones",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "zeros",
+    "zeros_like",
+}
 ELSEWHERE = "its inputs carry the batch on different dimensions"
 
 
@@ -48,8 +59,23 @@ class Call:
     symbol: sympy.Symbol
 
     def info(self, arg: object) -> Info:
-        """Info of a tensor argument; numbers and missing arguments are shared."""
-        return self.infos.get(arg, SHARED) if isinstance(arg, fx.Node) else SHARED
+        """Info of a tensor argument; numbers and missing arguments are shared.
+
+        Flattened rows that are all alike have the order of the tensors beside them.
+        """
+        info = self.infos.get(arg, SHARED) if isinstance(arg, fx.Node) else SHARED
+        if (axis := info.axis) is None or not self._rows_alike(arg):
+            return info
+        others = (self.infos.get(a, SHARED).axis for a in self.tensors if not self._rows_alike(a))
+        orders = {(a.outer, a.inner) for a in others if a is not None}
+        outer, inner = orders.pop() if len(orders) == 1 else (axis.outer, axis.inner)
+        alike = quotient(expr(axis.outer) * axis.inner, expr(outer) * inner) == 1
+        return batch(axis.dim, outer, inner) if alike else info
+
+    def _rows_alike(self, arg: Any) -> bool:
+        name = getattr(getattr(arg, "target", None), "__name__", "").split(".")[0]
+        expanded = name == "expand" and self.infos.get(arg.args[0], SHARED) == SHARED
+        return expanded or name in _SAME_ROWS
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by position or keyword."""
@@ -192,6 +218,13 @@ def expand(call: Call) -> Result:
 
 
 @follows
+def repeat(call: Call, axis: Axis) -> Result:
+    """repeat: whole batches, one after another."""
+    dim = axis.dim + call.out.dim() - call.source.dim()
+    return batch(dim, axis.outer * expr(call.value(call.args[1][dim])), axis.inner)
+
+
+@follows
 def permute(call: Call, axis: Axis) -> Result:
     """permute, transpose, t."""
     ndim = call.out.dim()
@@ -206,7 +239,7 @@ def permute(call: Call, axis: Axis) -> Result:
 
 @follows
 def unsqueeze(call: Call, axis: Axis) -> Result:
-    """unsqueeze; stack shares it through its first tensor."""
+    """Unsqueeze: one more dimension of size 1."""
     return at(axis, axis.dim + (int(call.args[1]) % call.out.dim() <= axis.dim))
 
 
@@ -214,7 +247,7 @@ def unsqueeze(call: Call, axis: Axis) -> Result:
 def squeeze(call: Call, axis: Axis) -> Result:
     """Squeeze of chosen dimensions (never of the batch: a batch of one must stay a batch)."""
     dims = dims_of(call.arg(1, "dim"), call.source.dim())
-    if axis.dim in dims and len(call.args) > 1:
+    if axis.dim in dims:
         raise MixesSamples("it squeezes the batch dimension")
     return at(axis, axis.dim - sum(d < axis.dim for d in dims if call.source.shape[d] == 1))
 
@@ -232,9 +265,12 @@ def select(call: Call, axis: Axis) -> Result:
 def slice_(call: Call, axis: Axis) -> Result:
     """slice: along the batch only by whole batches (a rank's share of gathered rows)."""
     dim = int(call.arg(1, "dim", 0)) % call.source.dim()
+    bounds = [expr(call.value(call.arg(i, name) or 0)) for i, name in ((2, "start"), (3, "end"))]
     if axis.dim != dim:
+        if any(call.symbol in bound.free_symbols for bound in bounds):
+            raise MixesSamples("its bounds follow the number of samples")
         return call.first
-    start = expr(call.value(call.arg(2, "start") or 0))
+    start = bounds[0]
     if call.arg(4, "step", 1) != 1 or quotient(start, call.symbol * axis.inner) is None:
         raise MixesSamples("it takes some samples out of the batch")
     return Info("batch", cut_axis(axis, expr(call.out.shape[dim]), call.symbol))

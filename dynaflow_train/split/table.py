@@ -8,26 +8,23 @@ from torch import fx
 from dynaflow_train.split import products as p
 from dynaflow_train.split import rules as r
 
-_POINTWISE = """where copy _to_copy addcmul addcdiv lerp clamp threshold_backward gelu_backward
-silu_backward sigmoid_backward tanh_backward native_dropout_backward masked_fill nan_to_num
-_conj real imag isnan isinf to prims.convert_element_type prims.fma hardtanh_backward
+# Elementwise operators that torch does not tag as such.
+_POINTWISE = """copy _to_copy masked_fill _conj polar prims.fma hardtanh_backward
 leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward"""
-_SAME = """clone detach alias contiguous lift_fresh_copy lift_fresh view.dtype
-_c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor
-_c10d_functional_autograd.wait_tensor prims.inductor_force_stride_order full_like zeros_like
-ones_like empty_like"""
+_SAME = """detach alias view.dtype view_as_real view_as_complex full_like zeros_like ones_like
+empty_like _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor"""
 _FIRST_DIM = """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
 _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
-_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_flash_attention_backward
-_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-_scaled_dot_product_flash_attention_for_cpu_backward max_pool2d_with_indices
+_scaled_dot_product_fused_attention_overrideable max_pool2d_with_indices
 max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
 _adaptive_avg_pool2d_backward prims._low_memory_max_pool_with_offsets
-prims._low_memory_max_pool_offsets_to_indices
-upsample_nearest2d upsample_bilinear2d"""
-_CREATE = """full zeros ones empty new_zeros new_ones new_full new_empty rand randn
-empty_strided prims.inductor_random prims.inductor_seed prims.inductor_seeds
-prims.inductor_lookup_seed"""
+prims._low_memory_max_pool_offsets_to_indices upsample_nearest2d upsample_bilinear2d"""
+_ATTENTION_BACKWARD = """_scaled_dot_product_flash_attention_backward
+_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+_scaled_dot_product_flash_attention_for_cpu_backward
+_scaled_dot_product_fused_attention_overrideable_backward"""
+_CREATE = """full zeros ones empty new_zeros new_ones new_empty rand randn empty_strided
+new_empty_strided"""
 
 
 def _names(text: str) -> list[str]:
@@ -40,10 +37,12 @@ def _table() -> dict[str, r.Rule]:
         (_POINTWISE, r.pointwise),
         (_SAME, r.same),
         (_FIRST_DIM, p.first_dim),
+        (_ATTENTION_BACKWARD, p.attention_backward),
         (_CREATE, r.create),
-        ("view reshape _unsafe_view unflatten flatten", r.reshape),
+        ("view reshape _unsafe_view", r.reshape),
         ("as_strided", r.as_strided),
         ("expand", r.expand),
+        ("repeat", r.repeat),
         ("permute transpose t", r.permute),
         ("unsqueeze", r.unsqueeze),
         ("squeeze", r.squeeze),
@@ -54,16 +53,18 @@ def _table() -> dict[str, r.Rule]:
         ("mm bmm addmm baddbmm", p.matmul),
         ("convolution", p.convolution),
         ("convolution_backward", p.convolution_backward),
+        ("linalg_solve_triangular", p.matrices),
         ("embedding", p.embedding),
         ("embedding_dense_backward", p.embedding_backward),
         ("index _unsafe_index", p.index),
         ("index_put _unsafe_index_put", p.index_put),
         ("_unsafe_masked_index_put_accumulate", p.masked_index_put),
         ("native_dropout bernoulli rand_like randn_like", r.random_like),
+        ("dynaflow.forked_dropout", r.random_like),
         ("_softmax _log_softmax cumsum cumprod logcumsumexp gather", r.along(1)),
         ("scatter scatter_add scatter_reduce", r.along(1)),
         ("_softmax_backward_data _log_softmax_backward_data", r.along(2)),
-        ("sort argsort", r.along(1)),
+        ("sort", r.along(1)),
         ("topk", r.along(2)),
         ("flip prims.rev", r.along(1, "dims")),
         ("roll", r.along(2, "dims", None)),
@@ -90,13 +91,15 @@ class Rules:
     def find(self, node: fx.Node) -> r.Rule | None:
         """The node's rule; None when its operator is unknown."""
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return None
-        name = f"{target.namespace}.{target._schema.name.split('::')[1]}"
-        rule = self._table.get(f"{name}.{target._overloadname}") or self._table.get(name)
-        if rule is None and torch.Tag.pointwise in target.tags:
+        name = f"{target.namespace}.{packet_name(node)}"
+        if (rule := self._table.get(f"{name}.{target._overloadname}")) is not None:
+            return rule
+        tensors = all(str(result.type) == "Tensor" for result in target._schema.returns)
+        if torch.Tag.pointwise in target.tags and tensors:  # `equal` is tagged too
             return r.pointwise
-        return rule
+        return self._table.get(name)
 
 
 def _set(text: str) -> frozenset[str]:
@@ -105,15 +108,13 @@ def _set(text: str) -> frozenset[str]:
 
 # Operators (by packet name) whose integer arguments are sizes: they shrink with the micro-batch.
 SIZE_OPERATORS = _set(
-    "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_full new_empty "
-    "rand randn slice split split_with_sizes empty_strided slice_backward select_backward "
-    "slice_scatter as_strided inductor_random unflatten embedding_dense_backward arange "
-    "iota"
+    "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_empty rand "
+    "randn slice split split_with_sizes empty_strided new_empty_strided as_strided"
 )
 # Operators that only look at their input: they are copied into every op that reads them.
 VIEWS = _set(
     "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze select slice alias "
-    "detach split split_with_sizes unbind view_of lift_fresh"
+    "detach split split_with_sizes unbind view_of lift_fresh view_as_real view_as_complex"
 )
 # Operators through which a sum over micro-batches may pass.
 LINEAR = _set(

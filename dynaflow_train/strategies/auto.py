@@ -42,6 +42,10 @@ class Auto(Strategy):
     samples: int = 3
     cache: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what is wrong before anything runs."""
+        _ = self.alternatives
+
     @cached_property
     def alternatives(self) -> dict[str, Strategy]:
         """The candidates by their lines, `sequential` first: then the choice never loses.
