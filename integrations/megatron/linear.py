@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.integrations.functions import all_gather, all_reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+BACKWARD = "dynaflow_backward"  # what capture keeps out of the forward although it could go there
 
 
 class ParallelLinear(torch.autograd.Function):
@@ -54,7 +57,9 @@ class ParallelLinear(torch.autograd.Function):
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         if ctx.regather and ctx.trains:
-            x = all_gather(x, ctx.size, ctx.group)
+            # In another shape than in the forward: else AOTAutograd takes both for one value.
+            with annotate({BACKWARD: True}):
+                x = all_gather(x.unsqueeze(1), ctx.size, ctx.group)
         of_x = gradient.matmul(weight)
         if ctx.kind == "gather":
             of_x = reduce_scatter(of_x, ctx.size, ctx.group)

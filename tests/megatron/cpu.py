@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class _Nothing:
@@ -20,9 +21,23 @@ def install() -> None:
     """For the rest of this process."""
     warnings.filterwarnings("ignore", message=".*tp_group is None.*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
     nothing = _Nothing()
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
     torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+
+
+class SaysCuda(TorchFunctionMode):
+    """What Megatron's optimizers ask for on CUDA, they get on the CPU, and take it for CUDA."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")) == "cuda":
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        asked = func is torch.Tensor.type and len(args) == 1
+        return result.replace("torch.", "torch.cuda.") if asked else result
