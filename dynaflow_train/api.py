@@ -12,7 +12,6 @@ import torch
 
 from dynaflow_train import strategies
 from dynaflow_train.backend import compile_graph, sessions_of
-from dynaflow_train.choices import Choice
 from dynaflow_train.config import Recipe
 from dynaflow_train.dispatch import Dispatcher, install, install_stack
 from dynaflow_train.errors import CaptureError, RecipeError
@@ -24,6 +23,7 @@ from dynaflow_train.session import Session
 from dynaflow_train.strategy import Strategy
 
 if TYPE_CHECKING:
+    from dynaflow_train.choices import Choice
     from dynaflow_train.ir import Interval, Plan, Region
 
 What = str | Path | Recipe | Strategy

@@ -160,7 +160,7 @@ class _Stages:
         capture, several = self.capture, len(self.session.strategy.alternatives) > 1
         capture.forwards = self._runners(captured, "forward", found, (), keep, number)
         if several and slots.ticketed:
-            capture.trials = self.session.try_all(capture, captured.graph.code)
+            capture.trials = self.session.try_all(capture, _identity(captured.graph))
             return TriedRunner(capture.forwards, capture.trials)
         if several:
             self.session.warn(
@@ -187,7 +187,7 @@ class _Stages:
         capture.backwards = runners
         return TriedRunner(runners, capture.trials) if capture.trials else runners[0]
 
-    def _runners(  # noqa: PLR0913 - a graph, and what each stage before says of it
+    def _runners(
         self,
         captured: Captured,
         phase: Phase,
@@ -239,7 +239,7 @@ class _Stages:
             return info
         return plain_by_shape(value, symbol)
 
-    def _region(  # noqa: PLR0913 - a graph, and what each stage before says of it
+    def _region(
         self,
         strategy: Strategy,
         graph: fx.Graph,
@@ -300,6 +300,13 @@ class _Stages:
 def _plain(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     forward = graph.forward
     return lambda arguments: forward(*arguments)
+
+
+def _identity(graph: fx.GraphModule) -> str:
+    """What is computed, from inputs of which shapes and dtypes."""
+    given = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
+    sizes = [f"{getattr(v, 'dtype', v)}{list(getattr(v, 'shape', ()))}" for v in given]
+    return f"{graph.code}{sizes}"
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:

@@ -83,7 +83,10 @@ class Chooser:
         self._note(context, tuple(slowest), self.names[best])
         file = self._file(context)
         if file is not None:
-            _write(file, {"chosen": self.names[best], "ms": dict(zip(self.names, slowest))})
+            _write(
+                file,
+                {"chosen": self.names[best], "ms": dict(zip(self.names, slowest, strict=True))},
+            )
         return best, slowest
 
     def _note(self, context: Any, times: tuple[float, ...], chosen: str) -> None:

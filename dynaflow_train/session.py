@@ -16,8 +16,8 @@ from dynaflow_train.config import environment
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.meta import Meta
-from dynaflow_train.execute.trials import Trials
 from dynaflow_train.execute.specialise import Sizes, specialise
+from dynaflow_train.execute.trials import Trials
 from dynaflow_train.overlap_kernels.registry import Registry, default_registry
 from dynaflow_train.partition.chain import chain
 from dynaflow_train.schedule.agree import agree, gather
@@ -67,8 +67,8 @@ class Capture:
     def runners(self) -> list[Runner]:
         """Those in use, forward first: of the candidates that were chosen, or of all."""
         kept = range(len(self.forwards)) if self.trials is None else self.trials.in_use()
-        both = [[each[i] for i in kept if i < len(each)] for each in (self.forwards, self.backwards)]
-        return both[0] + both[1]
+        both = (self.forwards, self.backwards)
+        return [runners[i] for runners in both for i in kept if i < len(runners)]
 
 
 @dataclass
@@ -104,7 +104,8 @@ class Session:
     def try_all(self, capture: Capture, identity: str) -> Trials:
         """Trials of the strategy's alternatives; `identity` names the graph."""
         auto, names = cast("Auto", self.strategy), tuple(self.strategy.alternatives)
-        groups = sorted({op.group for r in capture.forwards for op in r.facts.region.ops if op.group})
+        ops = [op for runner in capture.forwards for op in runner.facts.region.ops]
+        groups = sorted({op.group for op in ops if op.group})
         shape = [f"{_group(group).size()} ranks" for group in groups]
 
         def exchange(text: str) -> list[str]:
@@ -115,13 +116,11 @@ class Session:
                 texts = [each for one in heard for each in json.loads(one)]
             return texts
 
-        chooser = Chooser(
-            capture.name, names, (identity, *shape, *machine()), exchange, auto.cache
-        )
+        chooser = Chooser(capture.name, names, (identity, *shape, *machine()), exchange, auto.cache)
         capture.choices = chooser.found
         return Trials(names, auto.warmups, auto.samples, chooser.recall, chooser.settle)
 
-    def plan(  # noqa: PLR0913 - what a context is made of
+    def plan(
         self,
         strategy: Strategy,
         capture: Capture,

@@ -36,7 +36,7 @@ def house(root: Path, **files: str) -> Path:
 def test_this_repository_keeps_its_budgets():
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "the product, of 9000" in run.stdout
+    assert "lines of code in the product, of 9000" in run.stdout
 
 
 def test_exactly_at_the_budget_passes_and_one_more_line_fails(layout, tmp_path):
@@ -59,9 +59,17 @@ def test_product_total_counts_symlinked_folders_once(layout, tmp_path):
     (root / "dynaflow_train" / "integrations").symlink_to("../integrations")
     report, breaches = layout.check(root)
     assert breaches == []
-    assert report[-1] == " 9000 the product, of 9000"
+    assert report[-1] == " 9000 lines of code in the product, of 9000"
     house(root, dynaflow_train__b="x = 1\n")
-    assert layout.check(root)[1] == ["the product has 9001 lines, over 9000"]
+    assert layout.check(root)[1] == ["the product has 9001 lines of code, over 9000"]
+
+
+def test_only_code_counts_in_the_total(layout):
+    text = (
+        '"""Docs.\n\nMore.\n"""\n\n# why\nx = (  # one\n    1\n)\n\n\ndef f():\n    """Says."""\n'
+    )
+    assert layout.code_lines(text) == 4
+    assert layout.code_lines(text + '    return """a\n\nb"""\n') == 7
 
 
 def test_short_names_are_refused(tmp_path):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from dynaflow_train.clocks import Clocks, input_launches
-from dynaflow_train.errors import SplitError
 from dynaflow_train.execute import program as p
 from dynaflow_train.execute.collectives import bind
 from dynaflow_train.execute.layout import Span, lay_out, span_of
@@ -212,7 +211,7 @@ class Builder(Memory):
     def _collective_output(
         self, block: Block, op: Op, span: Span, source: int, *, in_place: bool
     ) -> tuple[int, int | None]:
-        """The slot that is written, and the slice to copy it to: collectives refuse strided ones."""
+        """The slot that is written, and the slice it is copied to where that is strided."""
         value, into = op.outputs[0], None
         if in_place:
             out = self._new(self.slots[source].meta, self.slots[source].home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,14 @@ class _CpuClock:
             return
         self.works.append(work)
         launch = block.launch
-        work.get_future().add_done_callback(lambda _: self.ends.setdefault(launch, self.now()))
+
+        def ended(_: Any = None) -> None:
+            self.ends.setdefault(launch, self.now())
+
+        try:
+            work.get_future().add_done_callback(ended)
+        except RuntimeError:  # gloo's reduce-scatter has no future: somebody has to wait for it
+            threading.Thread(target=lambda: (work.wait(), ended()), daemon=True).start()
 
     def intervals(self) -> tuple[Interval, ...]:
         for work in self.works:

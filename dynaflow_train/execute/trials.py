@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynaflow_train.ir import Phase
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
     from dynaflow_train.execute.runner import Runner
+    from dynaflow_train.ir import Phase
 
 PATIENCE = 4  # as many times the calls needed, and a choice is made without backwards
-
-Recall = Callable[[Hashable], int | None]
-Settle = Callable[[Hashable, Sequence[float]], tuple[int, list[float]]]
 
 
 class _Stopwatch:
     """Events on the current stream on CUDA, the clock on the CPU."""
 
     def __init__(self) -> None:
-        self._begin, self._end = self._now(), None
+        self._begin: Any = self._now()
+        self._end: Any = None
 
     @staticmethod
     def _now() -> Any:
@@ -87,9 +85,9 @@ class Trials:
     names: tuple[str, ...]
     warmups: int
     samples: int
-    recall: Recall
-    settle: Settle
-    contexts: dict[Hashable, Trial] = field(default_factory=dict[Hashable, Trial])
+    recall: Callable[[Hashable], int | None]
+    settle: Callable[[Hashable, Sequence[float]], tuple[int, list[float]]]
+    contexts: dict[Hashable, Trial] = field(default_factory=dict["Hashable", Trial])
 
     def next(self, context: Hashable) -> tuple[int, bool]:
         """The candidate of the next forward, and whether the choice is still open."""
@@ -116,7 +114,7 @@ class Trials:
 
     def _is_over(self, trial: Trial) -> bool:
         needed = self.warmups + self.samples
-        done = [min(runs.get(p, 0) for p in ("forward", "backward")) for runs in trial.runs]
+        done = [min(r.get("forward", 0), r.get("backward", 0)) for r in trial.runs]
         return min(done) >= needed or trial.calls >= PATIENCE * needed * len(self.names)
 
     def timed(self, context: Hashable, candidate: int, phase: Phase) -> _Stopwatch | None:
@@ -138,7 +136,7 @@ class TriedRunner:
     def __init__(self, runners: Sequence[Runner], trials: Trials) -> None:
         self.runners, self.trials = runners, trials
         self._boxed_call = True
-        self.phase = runners[0].facts.region.phase
+        self.phase: Phase = runners[0].facts.region.phase
         self._tried: set[tuple[Any, ...]] = set()
 
     def __call__(self, arguments: list[Any]) -> list[Any]:

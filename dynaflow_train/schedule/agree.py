@@ -41,10 +41,11 @@ def agree(  # noqa: PLR0913 - two things to compare, and who compares them
         PlanMismatchError: names the ranks that differ and the first line in which they do, or the
             ranks that did not answer in time.
     """
-    who = {"store": store, "rank": rank, "world_size": world_size, "timeout_s": timeout_s}
     with _told(rank, key):
         store.set(f"dynaflow/{key}/{rank}/text", plan_text)
-    hashes = gather(plan_hash, key=key, **who)
+    hashes = gather(
+        plan_hash, store=store, rank=rank, world_size=world_size, key=key, timeout_s=timeout_s
+    )
     if len(set(hashes)) > 1:
         with _told(rank, key):
             message = _difference(hashes, store, key)
@@ -58,7 +59,11 @@ def gather(
 
     Args:
         text: this rank's.
-        store, rank, world_size, key, timeout_s: as for `agree`.
+        store: of a process group with `world_size` ranks, of which this is `rank`.
+        rank: this process.
+        world_size: how many publish.
+        key: the same on all ranks, used once.
+        timeout_s: how long to wait for the others, all together.
 
     Raises:
         PlanMismatchError: names the ranks that did not answer in time.
@@ -109,7 +114,9 @@ def _difference(hashes: list[str], store: Store, key: str) -> str:
     usual = max(hashes, key=lambda each: counts[each])  # the first, where several are as frequent
     differing = [rank for rank, each in enumerate(hashes) if each != usual]
     other, one = hashes.index(usual), differing[0]
-    texts = [store.get(f"dynaflow/{key}/{rank}/text").decode().splitlines() for rank in (other, one)]
+    texts = [
+        store.get(f"dynaflow/{key}/{rank}/text").decode().splitlines() for rank in (other, one)
+    ]
     where = "their plans read the same, but the graphs below them differ (ops or edges)"
     for number, (expected, found) in enumerate(zip_longest(*texts, fillvalue=""), 1):
         if expected != found:

@@ -44,11 +44,16 @@ class Auto(Strategy):
 
     def __post_init__(self) -> None:
         """Refuse what is wrong before anything runs."""
-        _ = self.alternatives
+        _ = self._found
+
+    @property
+    def alternatives(self) -> dict[str, Strategy]:
+        """The candidates by their lines."""
+        return self._found
 
     @cached_property
-    def alternatives(self) -> dict[str, Strategy]:
-        """The candidates by their lines, `sequential` first: then the choice never loses.
+    def _found(self) -> dict[str, Strategy]:
+        """`sequential` first among them: so the choice never loses.
 
         Raises:
             RecipeError: a candidate or exclusion that does not exist, or nothing is left.

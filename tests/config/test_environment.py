@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dynaflow_train.config import MULTICAST_OFF, Environment, environment, exported_recipe
@@ -21,11 +23,23 @@ def env(monkeypatch):
         *MULTICAST_OFF,
     ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DYNAFLOW_CACHE", "off")
     return monkeypatch
 
 
 def test_nothing_set(env):
     assert environment() == Environment()
+
+
+def test_the_cache_is_where_users_keep_caches_unless_told(env, tmp_path):
+    env.delenv("DYNAFLOW_CACHE")
+    env.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert environment().cache == tmp_path / "dynaflow"
+    env.delenv("XDG_CACHE_HOME")
+    env.setenv("HOME", "/home/somebody")
+    assert environment().cache == Path("/home/somebody/.cache/dynaflow")
+    env.setenv("DYNAFLOW_CACHE", "/scratch/choices")
+    assert environment().cache == Path("/scratch/choices")
 
 
 def test_everything_set(env):

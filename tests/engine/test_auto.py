@@ -115,18 +115,23 @@ def test_forwards_without_a_backward_end_in_a_choice():
     assert len(df.explain(model).choices) == 1
 
 
+def chooser(identity, *others, remember=True):
+    """One that hears what other ranks say, beside its own."""
+    return Chooser("r", ("a", "b"), (identity,), lambda text: [text, *others], remember)
+
+
 def test_the_slowest_rank_counts(tmp_path):
-    chooser = Chooser("r", ("a", "b"), ("id",), lambda text: [text, "[9.0, 3.0]"], remember=True)
-    assert chooser.settle((4,), [1.0, 2.0]) == (1, [9.0, 3.0])
+    assert chooser("id", "[9.0, 3.0]").settle((4,), [1.0, 2.0]) == (1, [9.0, 3.0])
     (file,) = (tmp_path / "cache").iterdir()
     assert json.loads(file.read_text()) == {"chosen": "b", "ms": {"a": 9.0, "b": 3.0}}
-    other = Chooser("r", ("a", "b"), ("id",), lambda text: [text, "b"], remember=True)
-    assert other.recall((4,)) == 1
-    assert other.recall((5,)) is None
-    assert Chooser("r", ("a", "b"), ("new",), lambda text: [text], remember=True).recall((4,)) is None
-    assert Chooser("r", ("a", "b"), ("id",), lambda text: [text], remember=False).recall((4,)) is None
+    assert chooser("id", "b").recall((4,)) == 1
+    assert chooser("id", "a").recall((4,)) is None, "ranks remember different choices"
+    assert chooser("id", "").recall((4,)) is None, "a rank remembers nothing"
+    assert chooser("id").recall((5,)) is None, "other sizes"
+    assert chooser("new").recall((4,)) is None, "another graph or machine"
+    assert chooser("id", remember=False).recall((4,)) is None
     file.write_text("{ half")
-    assert Chooser("r", ("a", "b"), ("id",), lambda text: [text], remember=True).recall((4,)) is None
+    assert chooser("id").recall((4,)) is None
 
 
 def test_one_candidate_is_pinned_and_measures_nothing():

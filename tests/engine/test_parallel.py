@@ -75,3 +75,22 @@ def sharded_and_whole(rank: int) -> float:
 
 def test_the_parallel_stack_is_the_unsharded_one():
     assert max(run_ranks(sharded_and_whole, 2)) < 1e-5
+
+
+def measured_calls(rank: int, name: str) -> list[object]:
+    del rank
+    case = PARALLEL[name]
+    oracle, inputs = Oracle(case, BATCH, torch.float32), batch(case, BATCH)
+    model = compiled(case, "dual_batch")
+    for _ in range(4):
+        oracle.check(step(model, inputs), name)
+    found = [c for each in df.explain(model) for c in each.collectives]
+    return [len(found), all(c.ms >= 0 and c.hidden_ms <= c.ms for c in found)]
+
+
+@pytest.mark.parametrize("name", ["fg", "sp"])
+def test_the_measured_call_is_exact_and_times_every_collective(name):
+    for number, sensible in run_ranks(measured_calls, 2, name):
+        # phases, layers, micro-batches; a sum, or a gather and a scatter, for each of two blocks
+        assert number == 2 * 2 * 2 * (2 if name == "fg" else 4)
+        assert sensible
