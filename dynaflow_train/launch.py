@@ -2,14 +2,18 @@
 
     accelerate launch --config_file acc.yaml -m dynaflow_train.launch --recipe r.yaml train.py ...
     torchrun --nproc-per-node 2 -m dynaflow_train.launch --recipe r.yaml train.py ...
+    torchrun --nproc-per-node 2 -m dynaflow_train.launch --megatron pretrain_gpt.py \
+        <Megatron's flags> --dynaflow-strategy dual_batch ...
 
 Each rank checks the recipe, exports its path in DYNAFLOW_RECIPE, lets the host's integration apply
-it, and runs the script as __main__; afterwards everything is as before.
+it, and runs the script as __main__; afterwards everything is as before. With --megatron the recipe
+is in Megatron's own command line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import runpy
 import sys
 from pathlib import Path
@@ -32,23 +36,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dynaflow_train.launch", description="Runs a script with a recipe applied."
     )
-    parser.add_argument("--recipe", type=Path, required=True, help="path of a recipe file")
+    host = parser.add_mutually_exclusive_group(required=True)
+    host.add_argument("--recipe", type=Path, help="path of a recipe file")
+    host.add_argument(
+        "--megatron",
+        action="store_true",
+        help="the script is Megatron's; --help after it lists its --dynaflow flags",
+    )
     parser.add_argument("script", help="the training script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="the script's own arguments")
     given = parser.parse_args(arguments)
+    exported: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
-        recipe = read(given.recipe)
-        undo = apply(recipe)
+        if given.megatron:
+            undo = apply_to_megatron()
+        else:
+            undo, exported = apply(read(given.recipe)), exported_recipe(given.recipe)
     except DynaFlowError as error:
-        rank = environment().rank
-        print(f"[rank {rank or 0}] dynaflow launch: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return refuse(error)
     try:
-        with exported_recipe(given.recipe):
+        with exported:
             run(given.script, given.rest)
+    except (RecipeError, UnsupportedError) as error:
+        if not given.megatron:
+            raise
+        return refuse(error)
     finally:
         undo()
     return 0
+
+
+def refuse(error: DynaFlowError) -> int:
+    """Says on standard error why nothing runs; the exit status for that."""
+    print(f"[rank {environment().rank or 0}] dynaflow launch: {error}", file=sys.stderr)  # noqa: T201
+    return 2
 
 
 def read(path: Path) -> Recipe:
@@ -75,7 +96,10 @@ def apply(recipe: Recipe) -> Callable[[], None]:
             "reach. A script that calls df.compile itself needs no launcher."
         )
     if recipe.host == "megatron":
-        raise UnsupportedError("host 'megatron' is not supported by the launcher yet.")
+        raise RecipeError(
+            "a recipe for Megatron goes into its own command line: -m dynaflow_train.launch "
+            "--megatron pretrain_gpt.py ... --dynaflow-recipe <file>"
+        )
     try:
         from .integrations.hf import launching  # noqa: PLC0415 - hosts are optional
     except ModuleNotFoundError as error:
@@ -85,6 +109,23 @@ def apply(recipe: Recipe) -> Callable[[], None]:
             f"host 'hf' needs {error.name}, which is not installed: pip install dynaflow-train[hf]"
         ) from error
     return launching.apply(recipe)
+
+
+def apply_to_megatron() -> Callable[[], None]:
+    """Gives Megatron's parser the --dynaflow flags; the result takes them away.
+
+    Raises:
+        UnsupportedError: megatron-core is not installed, or of a version that is refused.
+    """
+    try:
+        from .integrations.megatron import launching  # noqa: PLC0415 - hosts are optional
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"megatron", "triton"}:
+            raise
+        raise UnsupportedError(
+            f"--megatron needs {error.name}, which is not installed: see docs/megatron.md"
+        ) from error
+    return launching.apply()
 
 
 def run(script: str, arguments: Sequence[str]) -> None:

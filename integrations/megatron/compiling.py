@@ -10,7 +10,7 @@ from dynaflow_train.config import Recipe
 from dynaflow_train.errors import RecipeError
 
 from . import param_gather
-from .versions import check_model
+from .versions import check_model, check_recomputation
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ def compile(model: torch.nn.Module, what: str | Recipe, **options: Any) -> torch
             f"Megatron's activations are [s, b, h]: the recipe needs batch_dim: {BATCH_DIM}, "
             f"found {recipe.batch_dim}"
         )
+    check_recomputation(layers[0].config, recipe.region)
     api.compile(model, recipe)
     entries = {"model": [layers], "layer": [[layer] for layer in layers]}[recipe.region]
     for region in entries:

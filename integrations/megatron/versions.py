@@ -93,6 +93,31 @@ def check_config(config: Any) -> None:
         raise UnsupportedError("dynaflow_train cannot schedule this model. " + "; ".join(found))
 
 
+def check_recomputation(config: Any, region: str) -> None:
+    """Refuse full recomputation where it would change gradients or has nothing to hold on to.
+
+    Args:
+        config: a TransformerConfig, or Megatron's arguments.
+        region: of the recipe.
+
+    Raises:
+        UnsupportedError: the whole stack is one region, or the layers draw dropout.
+    """
+    if config.recompute_granularity != "full":
+        return
+    if region == "model":
+        raise UnsupportedError(
+            "--recompute-granularity full recomputes layer by layer, the region is the whole "
+            "stack: pass --dynaflow-region layer (region: layer)"
+        )
+    if config.hidden_dropout or config.attention_dropout:
+        raise UnsupportedError(
+            f"--recompute-granularity full with dropout (hidden {config.hidden_dropout}, attention "
+            f"{config.attention_dropout}): the forward runs plain, its recomputation scheduled, "
+            "and each draws its own masks; pass --hidden-dropout 0 --attention-dropout 0"
+        )
+
+
 def check_model(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
     """Refuse a model that cannot be captured.
 

@@ -47,7 +47,10 @@ def test_script_runs_as_main_with_its_own_arguments(script, tmp_path):
         ("strategy: dual_batch\nhots: hf\n", "unknown key 'hots'. Did you mean 'host'?"),
         ("strategy: dual_bach\nhost: hf\n", "no strategy 'dual_bach'"),
         ("strategy: dual_batch\n", "the launcher needs a recipe with a host ('host: hf')"),
-        ("strategy: dual_batch\nhost: megatron\n", "'megatron' is not supported by the launcher"),
+        (
+            "strategy: dual_batch\nhost: megatron\n",
+            "--megatron pretrain_gpt.py ... --dynaflow-recipe",
+        ),
     ],
 )
 def test_wrong_recipe_names_the_rank_and_runs_nothing(

@@ -1,8 +1,9 @@
-"""Lets megatron-core run on CPU and gloo: what it asks of torch.cuda, and nothing of the product."""
+"""Lets megatron-core run on CPU and gloo: what it asks of torch.cuda, nothing of the product."""
 
 from __future__ import annotations
 
 import contextlib
+import types
 import warnings
 from typing import Any
 
@@ -27,6 +28,7 @@ def install() -> None:
     torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(major=9, minor=0)  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
 
 
