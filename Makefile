@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # build, if the package index of this machine offers the CUDA build first.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 TORCH_ARGS ?=
+# What megatron.core needs beside torch's CPU build, which brings no triton: the one of torch 2.13.
+MEGATRON ?= megatron-core==0.19.2
+TRITON ?= $(if $(shell command -v nvidia-smi 2>/dev/null),triton,triton==3.7.1)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 TESTS ?=
@@ -43,4 +46,5 @@ $(VENV)/.torch:
 
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[$*]"
+	$(if $(filter-out demo,$*),$(PIP) --no-deps --ignore-requires-python "$(MEGATRON)" "$(TRITON)")
 	@touch $@

@@ -56,7 +56,18 @@ def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Compare the first training step with the plain one and log the worst errors.",
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron 0.19.2 writes a bare % in a help text, and --help fails of it."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def recipe_of(args: Any) -> Recipe | None:

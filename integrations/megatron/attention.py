@@ -34,7 +34,8 @@ def define_dropout() -> torch.library.Library:
     library.define("forked_dropout(Tensor x, float p) -> (Tensor, Tensor)")
 
     def draw(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        with get_cuda_rng_tracker().fork():
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork():
             return torch.native_dropout(x, p, True)
 
     def shapes(x: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "its hooks move tensors inside a layer",
     ),
     "cuda_graph_impl": (
-        lambda value: value not in (None, "none"),
+        lambda value: value not in (0, "none"),
         "pass --cuda-graph-impl none",
         "a captured layer cannot be captured again",
     ),
@@ -85,9 +85,9 @@ def check_config(config: Any) -> None:
         UnsupportedError: names every setting, the flag that sets it, and why.
     """
     found = [
-        f"{field}={getattr(config, field)!r}: {flag} ({why})"
+        f"{field}={value!r}: {flag} ({why})"
         for field, (refused, flag, why) in _REFUSED.items()
-        if refused(getattr(config, field, None) or 0)
+        if refused(value := getattr(config, field, None) or 0)
     ]
     if found:
         raise UnsupportedError("dynaflow_train cannot schedule this model. " + "; ".join(found))

@@ -28,7 +28,9 @@ def install() -> None:
     torch.cuda.Stream = torch.cuda.Event = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(major=9, minor=0)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(
+        major=9, minor=0, name="none"
+    )  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dynaflow_train.config import Recipe
 from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, see docs/megatron.md")
@@ -36,6 +37,7 @@ OURS = ["--dynaflow-strategy", "dual_batch", "--dynaflow-micro-batches", "2"]
 def launched(rank: int, lines: list[list[str]], folder: str) -> list[dict[str, Any]]:
     """The launcher with each command line: exit status, what it wrote, what it said."""
     from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.training.global_vars import destroy_global_vars
 
     from dynaflow_train import launch
@@ -55,6 +57,7 @@ def launched(rank: int, lines: list[list[str]], folder: str) -> list[dict[str, A
                 status = stop.code
         parallel_state.destroy_model_parallel()
         destroy_global_vars()
+        destroy_num_microbatches_calculator()
         results.append(
             {
                 "status": status,
@@ -67,20 +70,29 @@ def launched(rank: int, lines: list[list[str]], folder: str) -> list[dict[str, A
 
 
 def test_losses_are_megatrons_and_the_flags_are_shown(tmp_path):
-    verified = [*OURS, "--dynaflow-verify", "--dynaflow-region", "layer", "--sequence-parallel"]
-    lines = [[], OURS, verified, ["--help"]]
-    for plain, ours, layer, usage in run_ranks(launched, 2, lines, str(tmp_path)):
-        assert plain["status"] == ours["status"] == 0, ours["complained"]
+    options = {"strategy": "dual_batch", "batch_dim": 1, "host": "megatron", "executor": "eager"}
+    stack, layers = tmp_path / "stack.yaml", tmp_path / "layers.yaml"
+    Recipe(**options).dump(stack)
+    Recipe(**options, region="layer").dump(layers)
+    lines = [
+        [],
+        ["--dynaflow-recipe", str(stack)],
+        ["--dynaflow-recipe", str(layers), "--dynaflow-verify", "--sequence-parallel"],
+        ["--help"],
+    ]
+    for rank, results in enumerate(run_ranks(launched, 2, lines, str(tmp_path))):
+        plain, ours, layer, usage = results
+        assert [r["status"] for r in results] == [0] * 4, ours["complained"] + layer["complained"]
         assert plain["wrote"]["plans"] == []
-        assert ours["wrote"]["plans"] == ["dual_batch backward 2", "dual_batch forward 2"]
-        assert ours["wrote"]["losses"] == pytest.approx(plain["wrote"]["losses"], rel=1e-5)
+        for each in (ours, layer):
+            assert each["wrote"]["plans"] == ["dual_batch backward 2", "dual_batch forward 2"]
+            assert each["wrote"]["losses"] == pytest.approx(plain["wrote"]["losses"], rel=1e-5)
         assert layer["wrote"]["sequence_parallel"]
-        assert layer["wrote"]["losses"] == pytest.approx(plain["wrote"]["losses"], rel=1e-5)
-        assert usage["status"] == 0
+        assert "scheduled and plain: loss 0.00e+00; worst of 12 gradients" in layer["complained"]
         assert "--dynaflow-micro-batches N" in usage["printed"]
         assert "dual_batch" in usage["printed"].partition("--dynaflow-strategy")[2]
-    shown = run_ranks(launched, 1, [["--tensor-model-parallel-size", "1", *OURS]], str(tmp_path))
-    assert "dynaflow_micro_batches .......................... 2" in shown[0][0]["printed"]
+        if rank == 0:
+            assert f"dynaflow_recipe ................................. {stack}" in ours["printed"]
 
 
 WRONG = [
