@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from dynaflow_train.session import Session
 from dynaflow_train.strategy import Strategy
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from dynaflow_train.choices import Choice
     from dynaflow_train.ir import Interval, Plan, Region
 
@@ -51,13 +52,27 @@ def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Modu
     stack = recipe.region == "model" and bool(layers)
     # One backend object for all layers: Dynamo then lets equal layers share one graph.
     name = name if stack or not layers else f"{name}.*"
-    backend = functools.partial(compile_graph, session=session, name=name)
+    backend = _Backend(session, name)
     if stack:
         install_stack(layers, session, backend)
     else:
         for module in layers or [model]:
             install(module, session, backend)
     return model
+
+
+@dataclass(frozen=True, eq=False)
+class _Backend:
+    """What Dynamo calls for each graph; its messages show the name only."""
+
+    session: Session
+    name: str
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return compile_graph(graph, example_inputs, self.session, self.name)
+
+    def __repr__(self) -> str:
+        return "dynaflow"
 
 
 def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:

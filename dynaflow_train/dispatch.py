@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.external_utils import wrap_inline
 
 from dynaflow_train.capture import correct_gradients
-from dynaflow_train.errors import CaptureError
+from dynaflow_train.errors import CaptureError, DynaFlowError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +48,19 @@ class Dispatcher:
             return self.module._call_impl(*args, **kwargs)
         for call in self.before_run:
             call()
-        with correct_gradients():
-            return self.run(*args, **kwargs)
+        try:
+            with correct_gradients():
+                output = self.run(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DynaFlowError):
+                raise error.inner_exception from None  # Dynamo's wrapping says nothing more
+            raise
+        if not self.session.captures:
+            self.session.warn(
+                f"{type(self.module).__name__} runs plain: torch.compile captured nothing of it. "
+                f"TORCH_LOGS=graph_breaks says why."
+            )
+        return output
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The call of a training step."""
@@ -143,9 +156,10 @@ class _Later(Dispatcher):
 def install(module: torch.nn.Module, session: Session, backend: Callable[..., Any]) -> None:
     """Make a module a region."""
     dispatcher = _Alone(module, session)
-    dispatcher.compiled = torch.compile(
-        module._call_impl, backend=backend, fullgraph=session.recipe.strict
-    )
+    call = module._call_impl
+    if type(module).__module__.startswith("torch.nn."):  # Dynamo skips frames of torch's own
+        call = wrap_inline(call)
+    dispatcher.compiled = torch.compile(call, backend=backend, fullgraph=session.recipe.strict)
     module._compiled_call_impl = dispatcher  # type: ignore[assignment]
 
 

@@ -118,11 +118,13 @@ class Scheduler:
         context: what a strategy may look at.
         launches: what was issued so far, still without waits.
         reason: why it became sequential, if it did.
+        refused: why the region cannot be cut, if that was asked for.
     """
 
     def __init__(self, region: Region, context: Context, kernels: Collection[str] = ()) -> None:
         self.context = context
         self.reason: str | None = None
+        self.refused: str | None = None
         self.launches: list[Launch] = []
         self._region = region
         self._kernels = kernels
@@ -169,6 +171,7 @@ class Scheduler:
         sizes = self._asked(parts)
         if len(sizes) > 1 and not region.can_split and len(forward or (0,)) == 1:
             self.reason = region.why_not or f"region {region.name} cannot be cut"
+            self.refused = self.reason
             sizes = self.sizes
         if forward is not None and sizes != forward:
             raise SplitError(

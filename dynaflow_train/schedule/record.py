@@ -34,7 +34,9 @@ def record(
         region: the ops to issue.
         context: what the strategy may look at.
         kernels: names that `execute(kernel=...)` may ask for.
-        strict: raise SplitError; else such a batch gives a sequential plan whose reason says why.
+        strict: raise SplitError where a batch cannot be cut, wholly or at an op that mixes samples;
+            else such a batch gives a sequential plan whose reason says why, and such an op runs
+            merged.
 
     Raises:
         ScheduleError: the strategy issued something illegal, left ops out or raised; the message
@@ -50,6 +52,8 @@ def record(
         if strict:
             raise
         s = _sequential(region, context, str(error))
+    if strict:
+        _insist(s, region)
     plan = Plan(strategy.name, region.name, region.phase, s.sizes, tuple(s.launches), s.reason)
     waits = place_waits([launch.stream for launch in plan.launches], input_launches(plan, region))
     launches = tuple(
@@ -63,6 +67,20 @@ def record(
 
 class _CannotCutError(SplitError):
     """`first, second = s.split(2)` met a region that cannot be cut."""
+
+
+def _insist(s: Scheduler, region: Region) -> None:
+    """Nothing may run uncut that was to be cut."""
+    advice = "Leave strict off to run it uncut, or take it out of the region."
+    if s.refused is not None:
+        raise SplitError(f"{region.name} {region.phase}, strict: {s.refused}. {advice}")
+    mixing = [op for op in region.ops if op.merged and op.reason]
+    if len(s.sizes) > 1 and mixing:
+        more = f" (and {len(mixing) - 1} more)" if len(mixing) > 1 else ""
+        raise SplitError(
+            f"{region.name} {region.phase}, strict: {mixing[0].name}{more} would run merged for "
+            f"all {len(s.sizes)} micro-batches: {mixing[0].reason}. {advice}"
+        )
 
 
 def _sequential(region: Region, context: Context, reason: str) -> Scheduler:
