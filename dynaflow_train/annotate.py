@@ -3,8 +3,9 @@
 `SplitModule` names modules, `SplitFunc` names operators, collectives or Python functions, `mark`
 names any stretch of code. All hold in the forward and, through autograd, in the backward.
 
-Precedence, when several fit one node: `mark`, then `SplitFunc`, then `SplitModule`; among marks the
-innermost; among modules the deepest; then the rule that stands first.
+Precedence, when several fit one node: `mark`, then `SplitFunc` of an operator, then of a function,
+then `SplitModule`; among marks the innermost; among modules the deepest; then the rule that stands
+first. A rule about an operator covers its derivative as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MARK = "dynaflow_mark"  # key of a mark in a node's `custom` metadata
 LABEL = "dynaflow_label"  # key under which capture stamps the rule that won: see label_key
+BACKWARD = "dynaflow_backward"  # key of what must not move into the forward, though it could
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 

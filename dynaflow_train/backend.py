@@ -78,13 +78,14 @@ def compile_graph(
         install_correction()
         raise TensorifyScalarRestartAnalysis(restart_reason="dynaflow corrects torch 2.11")
     batch = make_batch_symbolic(gm, example_inputs, session.recipe.batch_dim)
-    for rules in dict.fromkeys(each.rules for each in session.strategy.alternatives.values()):
-        stamp(gm, rules)
+    rules = dict.fromkeys(each.rules for each in session.strategy.alternatives.values())
+    for each in rules:
+        stamp(gm, each)
     stages = _Stages(session, batch, Capture(name, why_not=batch.why_not))
     _register(session, example_inputs)
     session.captures.append(stages.capture)
     inputs, wrap = localise(gm, example_inputs)
-    return wrap(capture(gm, inputs, stages.compilers(), session.max_micro_batches))
+    return wrap(capture(gm, inputs, stages.compilers(), session.max_micro_batches, rules))
 
 
 def sessions_of(model: torch.nn.Module) -> list[Session]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch._inductor.compile_fx import partition_fn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 
+from dynaflow_train.annotate import BACKWARD, Rule
+from dynaflow_train.capture.labels import stamp_operators
 from dynaflow_train.capture.slots import Slots, add_slots
 
 Runner = Callable[[list[Any]], Any]
@@ -51,9 +53,20 @@ def boxed(runner: Runner) -> Runner:
 
 
 def capture(
-    gm: fx.GraphModule, example_inputs: list[Any], compilers: Compilers, max_slots: int
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    compilers: Compilers,
+    max_slots: int,
+    rules: Collection[Sequence[Rule]] = (),
 ) -> Callable[..., Any]:
     """Trace forward and backward and hand each graph to its compiler.
+
+    Args:
+        gm: from Dynamo.
+        example_inputs: from Dynamo.
+        compilers: what is called with the graphs.
+        max_slots: the greatest number of micro-batches.
+        rules: sets of rules, of which those about operators are written into the graphs.
 
     Mutation of inputs, aliasing, saved-tensor hooks and recomputation stay AOTAutograd's. Random
     operators are kept as they are (`fallback_random`), so that masks are values like any other.
@@ -61,6 +74,11 @@ def capture(
     kept: dict[str, Slots] = {}
 
     def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+        for each in rules:
+            stamp_operators(joint.graph, each)
+        for node in joint.graph.nodes:
+            if (node.meta.get("custom") or {}).get(BACKWARD):
+                node.meta["partitioner_tag"] = "must_be_in_backward"
         forward, backward = partition_fn(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
         kept["slots"] = add_slots(
             forward, backward, num_fwd_outputs, compilers.slotted(forward), max_slots

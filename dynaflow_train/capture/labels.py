@@ -98,6 +98,26 @@ def _bodies(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
                     yield body
 
 
+def stamp_operators(joint: fx.Graph, rules: Sequence[Rule]) -> None:
+    """Write rules about operators into a joint graph, on operators and on their derivatives.
+
+    Autograd gives the nodes of a derivative the sequence number of the operator.
+    """
+    found: dict[int, str] = {}
+    key, wanted = label_key(rules), [r.target for r in rules if isinstance(r, SplitFunc)]
+    for node in joint.nodes:
+        number, packet = node.meta.get("seq_nr"), getattr(node.target, "overloadpacket", None)
+        label = found.get(number, "") if number is not None else ""
+        if packet is not None and (packet in wanted or node.target in wanted):
+            path = next((path for path, _ in reversed(module_stack(node)) if path), "")
+            label = f"{path}.{packet.__name__}".lstrip(".")
+            if number is not None:
+                found[number] = label
+        custom = node.meta.get("custom") or {}
+        if label and MARK not in custom:
+            node.meta["custom"] = {**custom, key: label}
+
+
 def stamp(gm: fx.GraphModule, rules: Sequence[Rule]) -> None:
     """Write the winning annotation of every node into its metadata.
 

@@ -62,7 +62,6 @@ class _Cutter:
     verdicts: Verdicts
     outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    operator_hits: set[Rule] = field(default_factory=set)
     labels: dict[fx.Node, Label] = field(default_factory=dict)
 
     def is_floating(self, node: fx.Node) -> bool:
@@ -81,13 +80,7 @@ class _Cutter:
         )
 
     def rule_label(self, node: fx.Node) -> str | None:
-        """Label of an operator rule, else the stamp of capture."""
-        for rule in self.rules:
-            targets = (node.target, getattr(node.target, "overloadpacket", None))
-            if isinstance(rule, SplitFunc) and rule.is_operator and rule.target in targets:
-                self.operator_hits.add(rule)
-                where = self.verdicts.modules(node)
-                return f"{where[-1] if where else ''}.{self.verdicts.packet(node)}".lstrip(".")
+        """The stamp of capture."""
         return (node.meta.get("custom") or {}).get(label_key(self.rules))
 
     def label(self, node: fx.Node) -> Label:
@@ -195,6 +188,8 @@ def _check_operator_rules(
 ) -> None:
     packets = {verdicts.packet(n) for n in cutter.nodes()}
     kinds = {kind_of(n) for n in cutter.nodes()} - {None}
+    targets = {n.target for n in cutter.nodes()}
+    targets |= {getattr(target, "overloadpacket", None) for target in targets}
     for rule in rules:
         if phase != "forward" or not isinstance(rule, SplitFunc) or rule.optional:
             continue
@@ -203,7 +198,7 @@ def _check_operator_rules(
                 f"{rule} matches nothing: the forward has no such collective. "
                 f"It has: {', '.join(sorted(map(str, kinds))) or 'none'}."
             )
-        if rule.is_operator and rule not in cutter.operator_hits:
+        if rule.is_operator and rule.target not in targets:
             raise RuleError(
                 f"{rule} matches nothing: no such operator in the forward graph. "
                 f"It has: {', '.join(sorted(packets))}."

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
+from dynaflow_train.annotate import BACKWARD
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.integrations.functions import all_gather, all_reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-BACKWARD = "dynaflow_backward"  # what capture keeps out of the forward although it could go there
 
 
 class ParallelLinear(torch.autograd.Function):

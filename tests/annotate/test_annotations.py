@@ -186,7 +186,6 @@ def test_of_two_functions_the_rule_that_stands_first_wins(order):
     assert home(ops["forward"], "tanh") == {order[0].__name__}
 
 
-@pytest.mark.xfail(strict=True, reason="an operator's rule cuts its forward alone: bug 2")
 def test_a_rule_about_an_operator_cuts_its_derivative():
     found = cut_by(df.SplitFunc(aten.tanh))
     assert found["forward"]["body.tanh"] == {"tanh"}
@@ -194,7 +193,6 @@ def test_a_rule_about_an_operator_cuts_its_derivative():
     assert inside == {"tanh", "mul", "sub"}
 
 
-@pytest.mark.xfail(strict=True, reason="an operator's rule is asked before the mark: bug 1")
 def test_a_mark_goes_before_a_rule_about_an_operator():
     ops = cut_by(df.SplitFunc(aten.sin, optional=True))
     assert home(ops["forward"], "sin") == {"body.wave"}
