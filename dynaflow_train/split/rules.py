@@ -8,6 +8,7 @@ what makes tensors; `products` has the rest.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,16 +38,7 @@ if TYPE_CHECKING:
     import sympy
 
 Result = Info | tuple[Info, ...]
-_SAME_ROWS = {
-    "full",
-    "full_like",
-    "new_ones",
-    "new_zeros",
-    "ones",
-    "ones_like",
-    "zeros",
-    "zeros_like",
-}
+_SAME_ROWS = re.compile(r"(full|ones|zeros)(_like)?\.")
 ELSEWHERE = "its inputs carry the batch on different dimensions"
 
 
@@ -73,9 +65,9 @@ class Call:
         return batch(axis.dim, outer, inner) if alike else info
 
     def _rows_alike(self, arg: Any) -> bool:
-        name = getattr(getattr(arg, "target", None), "__name__", "").split(".")[0]
-        expanded = name == "expand" and self.infos.get(arg.args[0], SHARED) == SHARED
-        return expanded or name in _SAME_ROWS
+        name = getattr(getattr(arg, "target", None), "__name__", "")
+        expanded = name == "expand.default" and self.infos.get(arg.args[0], SHARED) == SHARED
+        return expanded or _SAME_ROWS.match(name) is not None
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by position or keyword."""
@@ -303,8 +295,8 @@ def scatter_slice(call: Call) -> Result:
     base, part = (call.info(a).axis for a in call.args[:2])
     dim = int(call.arg(2, "dim", 0)) % call.out.dim()
     gone = call.value(call.args[1]).dim() < call.out.dim()
-    if base is None or part is None or base.dim == dim:
-        raise MixesSamples("it writes samples into one tensor")
+    if base is None or part is None or (base.dim == dim and (gone or part != base)):
+        raise MixesSamples("it writes samples into one tensor")  # part == base: all are replaced
     if part != at(base, base.dim - (gone and dim < base.dim)).axis:
         raise MixesSamples(ELSEWHERE)
     return Info("batch", base)

@@ -18,13 +18,12 @@ _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
 _scaled_dot_product_fused_attention_overrideable max_pool2d_with_indices
 max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
 _adaptive_avg_pool2d_backward prims._low_memory_max_pool_with_offsets
-prims._low_memory_max_pool_offsets_to_indices upsample_nearest2d upsample_bilinear2d"""
+prims._low_memory_max_pool_offsets_to_indices"""
 _ATTENTION_BACKWARD = """_scaled_dot_product_flash_attention_backward
 _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
 _scaled_dot_product_flash_attention_for_cpu_backward
 _scaled_dot_product_fused_attention_overrideable_backward"""
-_CREATE = """full zeros ones empty new_zeros new_ones new_empty rand randn empty_strided
-new_empty_strided"""
+_CREATE = "full zeros ones empty rand randn empty_strided new_empty_strided"
 
 
 def _names(text: str) -> list[str]:
@@ -39,7 +38,7 @@ def _table() -> dict[str, r.Rule]:
         (_FIRST_DIM, p.first_dim),
         (_ATTENTION_BACKWARD, p.attention_backward),
         (_CREATE, r.create),
-        ("view reshape _unsafe_view", r.reshape),
+        ("view _unsafe_view", r.reshape),
         ("as_strided", r.as_strided),
         ("expand", r.expand),
         ("repeat", r.repeat),
@@ -108,8 +107,8 @@ def _set(text: str) -> frozenset[str]:
 
 # Operators (by packet name) whose integer arguments are sizes: they shrink with the micro-batch.
 SIZE_OPERATORS = _set(
-    "view reshape _unsafe_view expand full zeros ones empty new_zeros new_ones new_empty rand "
-    "randn slice split split_with_sizes empty_strided new_empty_strided as_strided"
+    "view reshape _unsafe_view expand full zeros ones empty rand randn slice split "
+    "split_with_sizes empty_strided new_empty_strided as_strided"
 )
 # Operators that only look at their input: they are copied into every op that reads them.
 VIEWS = _set(
