@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dynaflow_train.api as api
@@ -18,35 +19,31 @@ if TYPE_CHECKING:
 BATCH_DIM = 1  # Megatron's activations are [s, b, h]
 
 
-def compile(model: torch.nn.Module, what: str | Recipe, **options: Any) -> torch.nn.Module:
+def compile(model: torch.nn.Module, what: api.What, **options: Any) -> torch.nn.Module:
     """As `dynaflow_train.compile`, for a model of megatron-core; `seams.apply` comes first.
 
     Args:
         model: holds transformer layers (GPTModel, or a wrapper around one). Compile it before
             DistributedDataParallel wraps it.
-        what: the name of a strategy, or a Recipe.
+        what: the name of a strategy, a Strategy, a Recipe, or the path of one.
         **options: keys of a recipe and parameters of the strategy, where `what` is a name.
 
     Raises:
-        UnsupportedError: see `versions.check_model`.
+        UnsupportedError: see `versions.check_model` and `versions.check_recomputation`.
         RecipeError: `batch_dim` is not 1, or as `dynaflow_train.compile`.
     """
     _, layers = api.layers_of(model)
     check_model(model, layers)
-    recipe = what
-    if not isinstance(recipe, Recipe):
-        recipe = Recipe.from_options({"batch_dim": BATCH_DIM, **options, "strategy": what})
-    elif options:
-        raise RecipeError(
-            f"options {sorted(options)} were given beside a recipe; change the recipe"
-        )
+    whole = isinstance(what, Recipe | Path) or str(what).endswith((".yaml", ".yml"))
+    given = options if whole else {"batch_dim": BATCH_DIM, **options}
+    recipe, _ = api._resolve(what, given)
     if recipe.batch_dim != BATCH_DIM:
         raise RecipeError(
             f"Megatron's activations are [s, b, h]: the recipe needs batch_dim: {BATCH_DIM}, "
             f"found {recipe.batch_dim}"
         )
     check_recomputation(layers[0].config, recipe.region)
-    api.compile(model, recipe)
+    api.compile(model, what, **given)
     entries = {"model": [layers], "layer": [[layer] for layer in layers]}[recipe.region]
     for region in entries:
         dispatcher: Any = region[0]._compiled_call_impl

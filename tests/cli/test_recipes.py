@@ -22,7 +22,20 @@ def test_recipe_is_valid_and_says_what_it_is_for(path, capsys):
     assert len(Recipe.load(path).description) > 20
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+FOR_MEGATRON = [path for path in RECIPES if Recipe.load(path).host == "megatron"]
+
+
+@pytest.mark.parametrize("path", FOR_MEGATRON, ids=lambda path: path.stem)
+def test_megatrons_recipes_cut_its_batch_dimension_and_say_their_command(path):
+    assert Recipe.load(path).batch_dim == 1
+    command = path.read_text().partition("\ndescription")[0].replace("\\\n#", "")
+    assert "-m dynaflow_train.launch --megatron pretrain_gpt.py" in command
+    assert f"--dynaflow-recipe recipes/{path.name}" in command
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p not in FOR_MEGATRON], ids=lambda path: path.stem
+)
 def test_accelerate_reads_the_config_beside_it(path):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     beside = path.with_suffix(".accelerate.yaml")

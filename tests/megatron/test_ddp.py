@@ -13,7 +13,7 @@ from tests.megatron.models import Case
 from tests.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, see docs/megatron.md")
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, MICRO_STEPS = 3, 2
 # Distributed optimizer, overlap_param_gather, strategy, region.
@@ -142,7 +142,7 @@ def with_and_without(rank: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[Any]:
-    return run_ranks(with_and_without, 2)
+    return run_ranks(with_and_without, 2, timeout_s=280)
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda i: " ".join(map(str, RUNS[i])))
