@@ -1,0 +1,67 @@
+"""Equal ops of different layers are compiled once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow_train as df
+from dynaflow_train.api import sessions
+from dynaflow_train.execute import compile as compiling
+from tests.engine.harness import Cut, Oracle, batch, compiled
+from tests.engine.parallel import Stack
+from tests.engine.stepping import step
+from tests.engine.zoo import Case, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's look
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class PerLayer(Cut):
+    """Each layer an op, two equal micro-batches."""
+
+    rules = (df.SplitModule(Layer, optional=True),)
+
+
+def compilations(monkeypatch, widths: list[int], **options: object) -> tuple[int, int, int]:
+    """Ops compiled and reused by a session, and how often Inductor was called."""
+    case = Case(lambda: Stack(*(Layer(width) for width in widths)), rows(3, 6))
+    calls, inner = [], compiling.compile_fx_inner
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(compiling, "compile_fx_inner", counted)
+    torch._dynamo.reset()
+    model = compiled(case, PerLayer(2), **options)
+    Oracle(case, 4, torch.float32).check(step(model, batch(case, 4)), widths)
+    monkeypatch.setattr(compiling, "compile_fx_inner", inner)
+    (session,) = sessions(model)
+    return session.compiler.compiled, session.compiler.reused, len(calls)
+
+
+@pytest.mark.parametrize("region", ["model", "layer"])
+def test_twice_the_layers_compile_no_more(monkeypatch, region):
+    two = compilations(monkeypatch, [6] * 2, executor="inductor", region=region)
+    four = compilations(monkeypatch, [6] * 4, executor="inductor", region=region)
+    assert four[0] == two[0] == four[2] == two[2] > 2
+    if region == "model":  # in layer regions the layers share one capture
+        assert four[1] > two[1]
+
+
+@pytest.mark.parametrize("region", ["model", "layer"])
+def test_layers_that_differ_are_compiled_each(monkeypatch, region):
+    alike = compilations(monkeypatch, [6] * 3, executor="eager", region=region)
+    other = compilations(monkeypatch, [6, 5, 7], executor="eager", region=region)
+    assert other[0] > alike[0]
+    assert alike[2] == other[2] == 0
