@@ -40,8 +40,9 @@ def code_lines(source: str) -> int:
         if token.type not in silent and token.string:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node) is not None:
             text = node.body[0]
             lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
     return len(lines)

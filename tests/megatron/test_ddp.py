@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests.megatron.models import Case
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, see docs/megatron.md")
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -25,13 +28,12 @@ RUNS = [
 ]
 
 
-def train(model: Any, distributed: bool, gather: bool) -> dict[str, Any]:
-    """Three steps of two micro-steps each; what they came to, and when gradients were ready."""
+def wrapped(model: Any, distributed: bool, gather: bool) -> tuple[Any, Any]:
+    """Megatron's data parallelism around the model, and its optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from tests.megatron import cpu, models
+    from tests.megatron import cpu
 
     ddp = DistributedDataParallel(
         model.config,
@@ -56,6 +58,14 @@ def train(model: Any, distributed: bool, gather: bool) -> dict[str, Any]:
             ),
             [ddp],
         )
+    return ddp, optimizer
+
+
+@contextlib.contextmanager
+def watched(model: Any) -> Iterator[list[str]]:
+    """The parameters whose gradients are ready, and when buckets are reduced, in order."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
     names = {p: n for n, p in model.named_parameters()}
     events: list[str] = []
     group = buffers._ParamAndGradBucketGroup
@@ -70,8 +80,19 @@ def train(model: Any, distributed: bool, gather: bool) -> dict[str, Any]:
         return sync(self, *args, **kwargs)
 
     group.register_grad_ready, group.start_grad_sync = seen_ready, seen_sync
-    losses, fired = [], []
     try:
+        yield events
+    finally:
+        group.register_grad_ready, group.start_grad_sync = ready, sync
+
+
+def train(model: Any, distributed: bool, gather: bool) -> dict[str, Any]:
+    """Three steps of two micro-steps each; what they came to, and when gradients were ready."""
+    from tests.megatron import cpu, models
+
+    ddp, optimizer = wrapped(model, distributed, gather)
+    losses, fired = [], []
+    with watched(model) as events:
         for number in range(STEPS):
             events.clear()
             ddp.zero_grad_buffer()
@@ -89,8 +110,6 @@ def train(model: Any, distributed: bool, gather: bool) -> dict[str, Any]:
             grads = {n: p.main_grad.clone() for n, p in model.named_parameters()}
             with cpu.SaysCuda():
                 optimizer.step()
-    finally:
-        group.register_grad_ready, group.start_grad_sync = ready, sync
     if gather:
         ddp.start_param_sync(force_sync=True)
     return {
