@@ -60,7 +60,6 @@ BLOCKS = {
             ("flash_attention", ()),
             ("efficient_attention", (True,)),
             ("cudnn_attention", (None, True)),
-            ("fused_attention_overrideable", ()),
         )
     },
     "attention, its bias": cut(attention("efficient_attention", True), *HEADS, shared(1, 2, 3, 3)),

@@ -27,12 +27,13 @@ def batched(at: int, seed: int = 0) -> Tensor:
 
 
 # (dimension of the batch, dimension given to the operator, from one end or the other)
-DIMENSIONS = ((0, 0), (1, 0), (0, 2), (1, 2), (1, -2), (2, -1), (2, -3))
+DIMENSIONS = ((0, 0), (1, 0), (1, -2), (1, 2), (2, -1))
+THREE = ((0, -1), (1, 0), (2, 2))  # behind the batch, before it, along it
 
 
-def dimensions(function: OneDim, step: int = 1) -> Callable[..., list[Any]]:
-    """Apply to batches on each dimension: every `step`th of `DIMENSIONS`."""
-    return lambda *xs: [function(xs[at], dim) for at, dim in DIMENSIONS[::step] if at < len(xs)]
+def dimensions(function: OneDim, given: tuple[tuple[int, int], ...]) -> Callable[..., list[Any]]:
+    """Apply to batches on some dimension, along some."""
+    return lambda *xs: [function(xs[at], dim) for at, dim in given if at < len(xs)]
 
 
 # What works along the batch must run merged; along another dimension it must be cut.

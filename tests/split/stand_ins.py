@@ -81,14 +81,9 @@ STAND_INS = {
     "all_to_all_single": all_to_all,
     "wait_tensor": lambda tensor: tensor,
 } | {
-    f"_scaled_dot_product_{kind}_attention{part}{phase}": attention(
-        getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{part}{phase}").default
+    f"_scaled_dot_product_{kind}_attention{phase}": attention(
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{phase}").default
     )
-    for kind, part in (
-        ("flash", ""),
-        ("efficient", ""),
-        ("cudnn", ""),
-        ("fused", "_overrideable"),
-    )
+    for kind in ("flash", "efficient", "cudnn")
     for phase in ("", "_backward")
 }

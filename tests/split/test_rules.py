@@ -9,7 +9,7 @@ import torch
 
 from dynaflow_train.split.table import LINEAR, SIZE_OPERATORS, VIEWS, Rules
 from tests.split.blocks import BLOCKS
-from tests.split.cases import ALONG, ALWAYS, DIMENSIONS, FLAT, batched, dimensions
+from tests.split.cases import ALONG, ALWAYS, DIMENSIONS, FLAT, THREE, batched, dimensions
 from tests.split.operators import PLAIN
 from tests.split.pointwise import GROUPS, INPUTS, all_of
 from tests.split.tracing import Traced, check, trace
@@ -21,7 +21,7 @@ ONE, SEVERAL = {**ALONG, **ALWAYS, **FLAT}, {**PLAIN, **BLOCKS}
 def one(name: str) -> Traced:
     """One tensor, cut along each of its dimensions; flattened ones along the first."""
     places = (0,) if name in FLAT else (0, 1, 2)
-    function = dimensions(ONE[name], step=1 if name in ALONG else 2)
+    function = dimensions(ONE[name], DIMENSIONS if name in ALONG else THREE)
     return trace(function, [batched(at) for at in places], places)
 
 

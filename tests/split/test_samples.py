@@ -17,7 +17,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(at=st.integers(0, 2), steps=STEPS, cuts=st.sampled_from([(1, 5), (2, 3, 1), (3, 3)]))
 def test_whatever_follows_whatever(at, steps, cuts):
     def function(x: Tensor) -> list[Tensor]:
@@ -64,5 +64,4 @@ def test_the_measure_itself_finds_a_wrong_verdict(name):
     with pytest.raises(AssertionError, match=name):
         check_parts(traced, (2, 3, 1))
     with pytest.raises(AssertionError, match=f"{name}.* sees sample"):
-        for sample in range(BATCH):
-            check_others(traced, sample)
+        check_others(traced, 1)

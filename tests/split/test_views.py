@@ -55,7 +55,7 @@ def reshapes(draw):
     return Axis(dim, int(outer), int(inner)), before, after
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(reshapes())
 def test_the_axis_points_at_the_same_samples_after_a_reshape(case):
     axis, before, after = case
