@@ -164,7 +164,7 @@ def measure(  # noqa: C901 - warm up, time, compare, report
         started = time.perf_counter()
         timer.phases(step(model, inputs, gradient, timer))
         begun[name] = time.perf_counter() - started
-        for _ in range(4):
+        for _ in range(40 if name == "auto" else 4):  # until it has chosen, and is measured
             step(model, inputs, gradient, timer)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     align = torch.zeros(1, device=device)
@@ -187,6 +187,7 @@ def measure(  # noqa: C901 - warm up, time, compare, report
         table(rows)
         for name in options.strategies:
             print(f"{name}: {df.explain(models[name]).hidden_share:.2f} of communication hidden")
+            print(*df.explain(models[name]).choices, sep="\n", end="")
         if options.verbose and "dual_batch" in models:
             print(df.explain(models["dual_batch"]))
     del models
