@@ -181,9 +181,9 @@ def _picked(axis: Axis, start: int, width: int, places: list[int]) -> Info:
     return at(axis, axis.dim if axis.dim < start else axis.dim - gone + width)
 
 
-def _is_zero(base: Any) -> bool:
-    name = str(getattr(base, "target", ""))
-    return "zeros" in name or ("full" in name and base.args[-1] == 0)
+def _is_zero(base: fx.Node) -> bool:
+    name = getattr(base.target, "__name__", "")  # a placeholder's is text
+    return name.startswith("zeros") or (name.startswith("full") and bool(base.args[-1] == 0))
 
 
 @follows

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dynaflow_train.split import analyse
 from tests.split.cases import ALONG, ALWAYS, FLAT, batched
 from tests.split.tracing import BATCH, check, check_others, check_parts, trace
 
@@ -49,6 +50,20 @@ def test_an_unknown_operator_counts_as_merged_and_is_named():
     assert reason == "dynaflow_tests.twice.default: no rule says that it keeps samples apart"
     assert sorted(traced.modes()) == ["merged", "split"]  # behind it the batch is found again
     library._destroy()
+
+
+def test_only_zeros_made_in_the_graph_count_as_zeros():
+    traced = trace(
+        lambda table, i, v: table.index_put((i,), v, accumulate=True),
+        [torch.ones(5, 4), torch.arange(BATCH) % 3, torch.ones(BATCH, 4)],
+        [None, 0, 0],
+    )
+    saved = next(iter(traced.graph.nodes))
+    for name in ("zeros", "full_default", "zeros.default"):
+        saved.target = saved.name = name
+        found = analyse(traced.graph, traced.analysis.infos, traced.symbol)
+        (reason,) = found.reasons.values()
+        assert reason == "aten.index_put.default: it writes samples into one tensor"
 
 
 def test_a_function_that_fixes_the_batch_is_not_traced():
