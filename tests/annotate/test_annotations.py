@@ -193,9 +193,12 @@ def test_a_rule_about_an_operator_cuts_its_derivative():
     assert inside == {"tanh", "mul", "sub"}
 
 
-def test_a_mark_goes_before_a_rule_about_an_operator():
-    ops = cut_by(df.SplitFunc(aten.sin, optional=True))
-    assert home(ops["forward"], "sin") == {"body.wave"}
+def test_a_mark_goes_before_an_operator_and_that_before_a_function():
+    rules = (df.SplitFunc(gate), df.SplitFunc(aten.sin, optional=True), df.SplitFunc(aten.sigmoid))
+    ops = cut_by(*rules)["forward"]
+    assert home(ops, "sin") == {"body.wave"}
+    assert home(ops, "sigmoid") == {"body.sigmoid"}
+    assert "body.gate" in ops
 
 
 @pytest.mark.parametrize(

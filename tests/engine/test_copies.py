@@ -9,32 +9,34 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import dynaflow_train as df
-from tests.engine.harness import batch, compiled
+from dynaflow_train.strategies.dual_batch import DualBatch
+from dynaflow_train.strategies.sequential import Sequential
+from tests.engine.harness import Switch, batch, compiled
 from tests.engine.modules import LENGTH, WIDTH
 from tests.engine.stepping import step
 from tests.engine.zoo import SPLIT
 from tests.hf.models import build, tokens
 
 BYTES = 4  # of a float
-SCALARS = 64  # elements: the steps differ by some numbers, and by no tensor
+SCALARS = 128  # elements: the steps differ by some numbers, and by no tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's look
 
 
-def copied(run) -> tuple[int, int]:
-    """How many copies one run makes, and how many elements they move; the second run counts.
+def copied(run) -> tuple[int, int, int]:
+    """Of the second run: the elements that copies move, the number of copies, and of `cat`s.
 
     `clone`, `contiguous`, `to` and `slice_scatter` all end in `copy_`.
     """
     run()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         run()
-    events = [e for e in seen.events() if e.name in ("aten::copy_", "aten::cat")]
-    assert all(event.input_shapes for event in events)
-    return len(events), sum(math.prod(e.input_shapes[0]) for e in events if "copy" in e.name)
+    names = [event.name for event in seen.events()]
+    shapes = [event.input_shapes[0] for event in seen.events() if event.name == "aten::copy_"]
+    return sum(map(math.prod, shapes)), len(shapes), names.count("aten::cat")
 
 
-def llama_step(strategy: str, **options: object):
+def llama_step(strategy: object, **options: object):
     model, ids = df.compile(build("llama"), strategy, **options), tokens(0)
 
     def run() -> None:
@@ -47,16 +49,20 @@ def llama_step(strategy: str, **options: object):
 @pytest.mark.parametrize(("region", "regions"), [("model", 1), ("layer", 2)])
 def test_llama_copies_nothing_but_results_into_their_slices(region, regions):
     """Eager operators cannot write into a given slice: each result is copied there, once."""
-    found = {}
-    for strategy in ("sequential", "dual_batch"):
-        torch._dynamo.reset()
-        model, run = llama_step(strategy, executor="eager", region=region)
-        found[strategy] = copied(run)[1]
-        used = df.plans(model)
-        assert {u.plan.sizes for u in used} == {(2, 2) if strategy == "dual_batch" else (4,)}
-        assert [dict(u.copies) for u in used] == [{}] * len(used)
+    switch, found = Switch(*DualBatch.rules), {}
+    model, run = llama_step(switch, executor="eager", region=region)
+    for parts, strategy in {1: Sequential(), 2: DualBatch(), 4: DualBatch(micro_batches=4)}.items():
+        switch.use(strategy)
+        found[parts] = copied(run)
+        used = [u for u in df.plans(model) if len(u.plan.sizes) == parts]
+        assert {u.region.phase for u in used} == {"forward", "backward"}
+        assert not any(u.copies for u in used)
     results = 2 * regions * 4 * 12 * 32  # output and gradient, [batch, sequence, hidden]
-    assert 0 <= found["dual_batch"] - found["sequential"] - results < SCALARS
+    cats = {parts: number for parts, (_, _, number) in found.items()}
+    for parts in (2, 4):
+        assert 0 <= found[parts][0] - found[1][0] - results < SCALARS
+    # The model's own are made by each micro-batch, or once; none joins the micro-batches.
+    assert cats[4] - cats[2] == 2 * (cats[2] - cats[1])
 
 
 @pytest.mark.slow
@@ -78,7 +84,7 @@ def test_what_must_be_copied_is_counted_and_named():
     for strategy in ("sequential", "dual_batch"):
         torch._dynamo.reset()
         model = compiled(case, strategy)
-        found[strategy] = copied(lambda model=model: step(model, batch(case, 4)))[1]
+        found[strategy] = copied(lambda model=model: step(model, batch(case, 4)))[0]
     copies = [dict(used.copies) for used in df.plans(model)]
     assert all(copies)
     total = sum(sum(each.values()) for each in copies) // BYTES
