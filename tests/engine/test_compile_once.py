@@ -61,9 +61,8 @@ def test_twice_the_layers_compile_no_more(monkeypatch, region, executor):
         assert four[1] > two[1]
 
 
-@pytest.mark.parametrize("region", ["model", "layer"])
-def test_layers_that_differ_are_compiled_each(monkeypatch, region):
-    alike = compilations(monkeypatch, [6] * 3, executor="eager", region=region)
-    other = compilations(monkeypatch, [6, 5, 7], executor="eager", region=region)
+def test_layers_that_differ_are_compiled_each(monkeypatch):
+    alike = compilations(monkeypatch, [6] * 3, executor="eager")
+    other = compilations(monkeypatch, [6, 5, 7], executor="eager")
     assert other[0] > alike[0]
     assert alike[2] == other[2] == 0

@@ -10,11 +10,11 @@ import torch
 import dynaflow_train as df
 from dynaflow_train.errors import SplitError
 from tests.engine.harness import Cut, Oracle, batch, compiled, plain, quiet
-from tests.engine.modules import LENGTH
+from tests.engine.modules import LENGTH, WIDTH
 from tests.engine.stepping import step, weighted
 from tests.engine.zoo import ALL, SPLIT, Case, rows
 
-BLOCK, SMALL = SPLIT["block"], SPLIT["bias_free"]
+SMALL = SPLIT["bias_free"]
 
 
 def checked(model, case, size) -> None:
@@ -40,9 +40,9 @@ class Counted(Cut):
 
 def test_each_batch_size_has_its_plan_and_is_asked_for_once():
     strategy = Counted()
-    model = compiled(BLOCK, strategy)
+    model = compiled(SMALL, strategy)
     for size in (4, 5, 7, 4, 5):  # two of them do not divide
-        checked(model, BLOCK, size)
+        checked(model, SMALL, size)
     for phase in ("forward", "backward"):
         assert sizes(model, phase) == [(4, 3), (2, 2), (3, 2)]
     asked = [(phase, b, b * LENGTH) for b in (4, 5, 7) for phase in ("forward", "backward")]
@@ -51,15 +51,15 @@ def test_each_batch_size_has_its_plan_and_is_asked_for_once():
 
 def test_each_sequence_length_has_its_plan():
     strategy, lengths = Counted(), (5, 3, 7, 5, 4)
-    model = compiled(BLOCK, strategy)
+    model = compiled(SMALL, strategy)
     for length in lengths:
-        checked(model, Case(BLOCK.make, rows(length, 8)), 4)
+        checked(model, Case(SMALL.make, rows(length, WIDTH)), 4)
     for phase in ("forward", "backward"):
         found = {tokens for each, _, tokens in strategy.asked if each == phase}
         assert found == {4 * length for length in lengths}
     number = len(strategy.asked)
     for length in lengths:
-        checked(model, Case(BLOCK.make, rows(length, 8)), 4)
+        checked(model, Case(SMALL.make, rows(length, WIDTH)), 4)
     assert len(strategy.asked) == number == 2 * len(sizes(model))
     assert set(sizes(model)) == set(sizes(model, "backward")) == {(2, 2)}
 
