@@ -247,4 +247,35 @@ TABLES = {
     ),
 }
 
-PLAIN = {**PRODUCTS, **SUMS, **PLACES, **TABLES}
+ROUTING = {
+    "one-hot": cut(lambda i: F.one_hot(i, 4) * 2, numbers(4, 3)),
+    "mask of experts": cut(
+        lambda x: torch.zeros_like(x).scatter(1, x.topk(2, 1)[1], True).bool(), rows(4)
+    ),
+    "groups": cut(
+        lambda x: x.view(-1, 2, 2).topk(2, -1)[0].sum(-1).topk(1, -1)[1].repeat_interleave(2, 1),
+        rows(4),
+    ),
+    "each token twice": cut(lambda x: x.flatten(0, 1).repeat_interleave(2, 0) * 2, rows(3, 4)),
+    "expert's weights": cut(lambda i, w, x: w[i].bmm(x), numbers(4), shared(4, 3, 2), rows(2, 1)),
+    "histogram": mixed(lambda i: torch.histc(i.float(), 4, 0, 3), numbers(4)),
+    "count": mixed(lambda i: i.bincount(minlength=4), numbers(4)),
+    "count by one-hot": cut(lambda i: F.one_hot(i, 4).sum(0), numbers(4)),
+    "places by expert": mixed(lambda i: i.argsort(stable=True), numbers(4)),
+    "place within expert": mixed(lambda i: F.one_hot(i, 4).cumsum(0), numbers(4)),
+    "chosen tokens": mixed(lambda x: x[(x > 0.5).any(1).nonzero()[:, 0]], rows(4)),
+    "selected numbers": mixed(lambda x: x.masked_select(x > 0.5), rows(4)),
+    "scattered by mask": mixed(lambda x, y: x.masked_scatter(x > 0.5, y), rows(4), rows(4, seed=1)),
+    "tokens put back": mixed(
+        lambda x, i: torch.zeros_like(x).index_add(0, i, x), rows(4), numbers(BATCH)
+    ),
+    "tokens by expert": mixed(
+        lambda x, w, o: torch._grouped_mm(x.bfloat16(), w.bfloat16(), o),
+        rows(8),
+        shared(2, 8, 8),
+        (torch.tensor([2, BATCH], dtype=torch.int32), None),
+    ),
+    "drawn experts": mixed(lambda x: x.multinomial(2), rows(4)),
+    "medians": mixed(lambda x: x.median(1)[0], rows(4)),  # could be cut: nobody wrote a rule
+}
+PLAIN = {**ROUTING, **PRODUCTS, **SUMS, **PLACES, **TABLES}
