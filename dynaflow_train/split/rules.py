@@ -295,10 +295,10 @@ def scatter_slice(call: Call) -> Result:
     base, part = (call.info(a).axis for a in call.args[:2])
     dim = int(call.arg(2, "dim", 0)) % call.out.dim()
     gone = call.value(call.args[1]).dim() < call.out.dim()
-    if base is None or part is None or (base.dim == dim and (gone or part != base)):
-        raise MixesSamples("it writes samples into one tensor")  # part == base: all are replaced
+    if base is None or part is None or (base.dim == dim and gone):
+        raise MixesSamples("it writes samples into one tensor")
     if part != at(base, base.dim - (gone and dim < base.dim)).axis:
-        raise MixesSamples(ELSEWHERE)
+        raise MixesSamples(ELSEWHERE)  # along the batch: only a part that replaces all of it
     return Info("batch", base)
 
 

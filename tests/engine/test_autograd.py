@@ -231,7 +231,7 @@ def test_an_exception_in_the_middle_leaves_a_model_that_works():
     model, x = compiled(BLOCK, Cut(2)), batch(BLOCK, 4)[0]
     oracle = Oracle(BLOCK, 4, torch.float32)
     oracle.check(step(model, (x,)))
-    runner = sessions(model)[0].captures[-1].forward
+    runner = sessions(model)[0].captures[-1].forwards[0]
     (entry,) = runner.entries.values()
     call, held = entry.call, weakref.ref(torch.nn.Parameter(torch.zeros(1)))
 
