@@ -86,7 +86,8 @@ def variants(case: Case, device: torch.device, mesh: Any, options: argparse.Name
     made |= {"compile": compiled, "compile, no collectives": without}
     for name in options.strategies:
         model = build(case, device, dtype, mesh=mesh)
-        df.compile(model, name, executor=options.executor)
+        strategy, _, graph = name.partition("+")  # "dual_batch+graph"
+        df.compile(model, strategy, executor=options.executor, cuda_graphs=bool(graph))
         made[name] = model
     return made
 

@@ -122,13 +122,20 @@ def sessions(model: torch.nn.Module) -> list[Session]:
 
 @dataclass(frozen=True)
 class PlanInUse:
-    """A plan that ran, with its region and, once it was measured, its times."""
+    """A plan that ran, with its region and, once it was measured, its times.
+
+    Attributes:
+        copies: value -> bytes that are copied in each call on top of what the plain step copies.
+        source: text of the fast path, or None for the interpreter.
+        graphs: what was recorded as CUDA graphs, or why not; None where they are not asked for.
+    """
 
     plan: Plan
     region: Region
     intervals: tuple[Interval, ...]
     copies: Mapping[str, int]
     source: str | None
+    graphs: str | None = None
 
     def __str__(self) -> str:
         return dumps(self.plan)
@@ -155,7 +162,12 @@ def plans(model: torch.nn.Module) -> tuple[PlanInUse, ...]:
     """The plans in use, forward before backward, in the order in which they were captured."""
     return tuple(
         PlanInUse(
-            entry.plan, runner.facts.region, entry.intervals, entry.program.copies, entry.source
+            entry.plan,
+            runner.facts.region,
+            entry.intervals,
+            entry.program.copies,
+            entry.source,
+            None if entry.recordings is None else str(entry.recordings),
         )
         for session in sessions(model)
         for capture in session.captures
@@ -169,9 +181,11 @@ class Explanations(tuple[Explanation, ...]):
 
     Attributes:
         choices: what `auto` chose in each context, and from what.
+        graphs: of each plan, what was recorded as CUDA graphs, or why not.
     """
 
     choices: tuple[Choice, ...] = ()
+    graphs: tuple[str, ...] = ()
 
     @property
     def hidden_share(self) -> float:
@@ -181,7 +195,8 @@ class Explanations(tuple[Explanation, ...]):
         return hidden / total if total else 1.0
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, (*self.choices, *self))) or (
+        graphs = ("\n".join(self.graphs),) if self.graphs else ()
+        return "\n\n".join(map(str, (*self.choices, *self, *graphs))) or (
             "nothing was measured yet: each context is measured at its third training step."
         )
 
@@ -192,6 +207,11 @@ def explain(model: torch.nn.Module) -> Explanations:
         explain_one(used.plan, used.region, used.intervals, tuple(used.copies.items()))
         for used in plans(model)
         if used.intervals
+    )
+    found.graphs = tuple(
+        f"{used.region.name} {used.plan.phase}: {used.graphs}"
+        for used in plans(model)
+        if used.graphs
     )
     captures = [capture for session in sessions(model) for capture in session.captures]
     found.choices = tuple(choice for capture in captures for choice in capture.choices)

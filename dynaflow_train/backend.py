@@ -295,6 +295,7 @@ class _Stages:
             fast=recipe.engine == "fast",
             dynamic=strategy.dynamic,
             max_contexts=recipe.max_contexts,
+            recorder=session.recorder,
         )
 
 

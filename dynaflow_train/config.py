@@ -47,6 +47,7 @@ class Recipe:
         strict: raise where a plan would fall back to the uncut step with a warning.
         verify: compare the first step of each context with the uncut step.
         agree_timeout_s: seconds to wait for the other ranks' plan hashes.
+        cuda_graphs: record each phase as one CUDA graph after a few steps and replay it.
         max_contexts: plans kept per region; the oldest goes.
         tensor_parallel: "merged", our plan with one reduction per block input, or the "host"'s own.
         host: the system whose integration the launcher applies, or None.
@@ -63,6 +64,7 @@ class Recipe:
     strict: bool = False
     verify: bool = False
     agree_timeout_s: float = 60.0
+    cuda_graphs: bool = False
     max_contexts: int = 16
     tensor_parallel: TensorParallel = "merged"
     host: Host | None = None
@@ -162,7 +164,7 @@ def _refused(name: str, value: object) -> str | None:
     elif name == "agree_timeout_s":
         ok = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         allowed = "a number of seconds above 0"
-    elif name in {"strict", "verify"}:
+    elif name in {"strict", "verify", "cuda_graphs"}:
         ok, allowed = isinstance(value, bool), "true or false"
     elif name == "parameters":
         ok = isinstance(value, Mapping) and all(

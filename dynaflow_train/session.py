@@ -15,6 +15,7 @@ from dynaflow_train.choices import Choice, Chooser, machine
 from dynaflow_train.config import environment
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
+from dynaflow_train.execute.graphs import CudaRecorder, Recorder
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
 from dynaflow_train.execute.trials import Trials
@@ -89,6 +90,7 @@ class Session:
     captures: list[Capture] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
+    recorders: dict[torch.device, Recorder] = field(default_factory=dict["torch.device", Recorder])
 
     def __post_init__(self) -> None:
         check_torch(torch.__version__)
@@ -98,7 +100,8 @@ class Session:
     def max_micro_batches(self) -> int:
         """Slots to make room for: the strategy's own number where it has one."""
         most, limit = self.strategy.most_micro_batches, self.recipe.max_micro_batches
-        least = 2 if len(self.strategy.alternatives) > 1 else 1  # with slots comes the ticket
+        several = len(self.strategy.alternatives) > 1 or self.recipe.cuda_graphs
+        least = 2 if several else 1  # with slots comes the ticket
         return max(min(limit, most or limit), least)
 
     def try_all(self, capture: Capture, identity: str) -> Trials:
@@ -153,7 +156,8 @@ class Session:
         for group in groups:
             self._agree(plan, region, group)
         if plan.reason is not None:
-            self.warn(f"{region.name} {region.phase} runs sequentially: {plan.reason}")
+            where = f"{region.name} {region.phase}"
+            self.warn(f"{where} runs sequentially: {plan.reason}", plan.reason)
         return plan
 
     def _agree(self, plan: Plan, region: Region, group: str) -> None:
@@ -173,11 +177,23 @@ class Session:
             "timeout_s": environment().agree_timeout_s or self.recipe.agree_timeout_s,
         }
 
-    def warn(self, reason: str) -> None:
-        """Say it once."""
+    def warn(self, message: str, reason: str | None = None) -> None:
+        """Say it once; what has the same reason elsewhere counts as the same."""
+        reason = reason or message
         if reason not in self.warned:
             self.warned.add(reason)
-            warnings.warn(reason, DynaFlowWarning, stacklevel=3)
+            warnings.warn(message, DynaFlowWarning, stacklevel=3)
+
+    def recorder(self, device: torch.device) -> Recorder | None:
+        """What records calls as CUDA graphs, if the recipe asks for them."""
+        if not self.recipe.cuda_graphs:
+            return None
+        if device.type != "cuda":
+            self.warn(f"calls are not recorded: cuda_graphs needs CUDA, the model is on {device}.")
+            return None
+        if device not in self.recorders:
+            self.recorders[device] = CudaRecorder(device)
+        return self.recorders[device]
 
     def kernel(
         self,

@@ -17,7 +17,8 @@ from pathlib import Path
 
 PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "-p", "no:logging")
 OVERLAP = ("-m", "benchmarks.tp_overlap")
-STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto")
+STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
+              "sequential+graph", "dual_batch+graph")  # fmt: skip
 FIRST, SECOND = ("8b-2x4096", "70b-2x4096"), ("8b-2x1024", "70b-2x1024")
 
 

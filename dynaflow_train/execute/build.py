@@ -17,8 +17,9 @@ from dynaflow_train.execute.program import MAIN, Block, Program
 from dynaflow_train.execute.specialise import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from dynaflow_train.execute.compile import CompiledOp
     from dynaflow_train.ir import Launch, Op, Plan, Region
 
 
@@ -101,17 +102,48 @@ class Builder(Memory):
                 else:  # rows of the micro-batch stand apart in the buffer
                     block.steps.append(p.Store(into, index))
                     self._copied(value, into)
+        added = self._sums_to_add_to(block, op, plain)
+        stores = dict(sorted((stores | added).items()))
         slices = {i: self.slots[s].meta for i, s in stores.items()}
-        compiled = self.setting.compiler.compile(op, metas, sizes, slices) if stores else plain
+        compiled = plain
+        if stores:
+            compiled = self.setting.compiler.compile(op, metas, sizes, slices, tuple(added))
+        for index in compiled.copied:
+            self._copied(op.outputs[index], stores[index])
         made = list(zip(op.outputs, compiled.outputs, compiled.fresh, strict=True))
         outputs = self._outputs(block, span, made, stores, inputs)
         returned = tuple(s for i, s in enumerate(outputs) if i not in stores)
-        run = p.Run(compiled.call, (*inputs, *(stores[i] for i in sorted(stores))), returned)
+        run = p.Run(compiled.call, (*inputs, *stores.values()), returned)
         late = [s for s in block.steps if isinstance(s, p.Store)]
         block.steps[:] = [s for s in block.steps if not isinstance(s, p.Store)]
         block.steps.append(run)
         block.steps += [replace(store, source=outputs[store.source]) for store in late]
-        self._add_up(block, op.outputs, outputs)
+        rest = [i for i in range(len(outputs)) if i not in added]
+        self._add_up(block, [(op.outputs[i], outputs[i]) for i in rest])
+
+    def _sums_to_add_to(self, block: Block, op: Op, plain: CompiledOp) -> dict[int, int]:
+        """Partial outputs that the op itself can add to the micro-batches before: index -> slot."""
+        found: dict[int, int] = {}
+        for index, value in enumerate(op.outputs):
+            left, before = self.sums.get(value, (None, -1))
+            if left is None or value not in self.layout.summed or not self._is_addable(value, left):
+                continue
+            if self.slots[left].meta.shape == plain.outputs[index].shape:
+                found[index] = left
+                self.slots[left].readers.append(block.launch)
+                self._add_after(block, value, left, before)
+        return found
+
+    def _is_addable(self, value: str, left: int) -> bool:
+        """Whether a sum may be added to in place: nobody else sees what it holds by now."""
+        known, alone = self.slots[left], self.layout.read[value] == {self.everything}
+        alone = alone and value not in self.saved_apart  # the backward wants the addends
+        return known.fresh and alone and not known.meta.is_expanded
+
+    def _add_after(self, block: Block, value: str, out: int, before: int) -> None:
+        if before >= 0 and self.plan.launches[before].stream != block.lane:
+            self.extra_waits.setdefault(block.launch, set()).add(before)
+        self.sums[value] = (out, block.launch)
 
     def _target(self, value: str, block: Block) -> str | None:
         """The buffered value that `value` is a part of: itself, or what is reduced in its place."""
@@ -152,25 +184,21 @@ class Builder(Memory):
             found.append(slot)
         return found
 
-    def _add_up(self, block: Block, values: Sequence[str], slots: Sequence[int]) -> None:
-        """Add a partial value to the sum of the micro-batches before."""
-        for value, slot in zip(values, slots, strict=True):
+    def _add_up(self, block: Block, made: Iterable[tuple[str, int]]) -> None:
+        """Add partial values in their slots to the sums of the micro-batches before."""
+        for value, slot in made:
             if value not in self.layout.summed:
                 continue
             if value not in self.sums:
                 self.sums[value] = (slot, block.launch)
                 continue
             left, before = self.sums[value]
-            known, alone = self.slots[left], self.layout.read[value] == {self.everything}
-            alone = alone and value not in self.saved_apart  # the backward wants the addends
-            in_place = known.fresh and alone and not known.meta.is_expanded
+            in_place = self._is_addable(value, left)
             out = left if in_place else self._new(self.slots[left].meta, block.lane)
             block.steps.append(p.Sum(out, left, slot, in_place))
             self.slots[left].readers.append(block.launch)
             self.slots[slot].readers.append(block.launch)
-            if self.plan.launches[before].stream != block.lane:
-                self.extra_waits.setdefault(block.launch, set()).add(before)
-            self.sums[value] = (out, block.launch)
+            self._add_after(block, value, out, before)
 
     def _collective(self, block: Block, op: Op, span: Span) -> bool:
         span = self.everything if op.merged else span
@@ -205,7 +233,7 @@ class Builder(Memory):
         if into is not None:
             block.steps.append(p.Store(into, out))
             self._copied(value, into)
-        self._add_up(block, (value,), (out,))
+        self._add_up(block, [(value, out)])
         return True
 
     def _collective_output(
@@ -251,7 +279,7 @@ class Builder(Memory):
                 into = self._into(value, span, block.steps, block.launch)
                 block.steps.append(p.Store(into, slot))
                 self._copied(value, slot)
-        self._add_up(block, outputs, slots)
+        self._add_up(block, zip(outputs, slots, strict=True))
 
     # the end
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,12 +31,14 @@ class CompiledOp:
         call: takes the op's tensors, then the slices of `stores`; returns the outputs that have no
             slice.
         outputs: metas of all outputs, stored ones included.
+        copied: outputs that are copied into their slice, after they were computed.
         fresh: for each output whether it has storage of its own: no input's, no other output's.
     """
 
     call: Function
     outputs: tuple[Meta, ...]
     fresh: tuple[bool, ...]
+    copied: frozenset[int]
 
 
 @dataclass
@@ -55,7 +57,12 @@ class OpCompiler:
     _texts: dict[int, tuple[Op, str]] = field(default_factory=dict)
 
     def compile(
-        self, op: Op, metas: list[Meta], sizes: Sizes, stores: Mapping[int, Meta]
+        self,
+        op: Op,
+        metas: list[Meta],
+        sizes: Sizes,
+        stores: Mapping[int, Meta],
+        added: Collection[int] = (),
     ) -> CompiledOp:
         """The op on inputs of these metas; see `specialise` for the arguments."""
         assert op.graph is not None, "ops of a plan's text are never compiled"
@@ -65,17 +72,23 @@ class OpCompiler:
             self._texts[id(op)][1],
             tuple(metas),
             tuple(sorted(stores.items())),
+            tuple(sorted(added)),
             tuple(sizes.part.values()),
             tuple(sizes.full.values()),
         )
         if key in self._known:
             self.reused += 1
             return self._known[key]
-        static = specialise(op.graph, metas, sizes, stores)
+        static = specialise(op.graph, metas, sizes, stores, added)
         call = self._inductor(static) if self.executor == "inductor" else _eager(static)
         self.compiled += 1
+        copied = {
+            i
+            for i, how in static.written.items()
+            if how == "copied" or (how == "fused" and self.executor == "eager" and i not in added)
+        }
         self._known[key] = CompiledOp(
-            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static)
+            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), frozenset(copied)
         )
         return self._known[key]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import sympy
@@ -19,60 +19,22 @@ from torch import fx
 from dynaflow_train.errors import ScheduleError
 from dynaflow_train.execute.build import Builder
 from dynaflow_train.execute.emit import emit
+from dynaflow_train.execute.graphs import Recorder, Recording, Recordings, Tickets
 from dynaflow_train.execute.interpret import interpret
 from dynaflow_train.execute.lanes import Lanes, lanes_for
 from dynaflow_train.execute.measure import measure
 from dynaflow_train.execute.memory import Argument, Result, Setting
 from dynaflow_train.execute.meta import NOTHING, Meta
+from dynaflow_train.execute.records import MOST_PENDING, Record, Records
 from dynaflow_train.ir import Interval, Plan, Region
 
 if TYPE_CHECKING:
     from dynaflow_train.execute.compile import OpCompiler
-    from dynaflow_train.execute.layout import Span
     from dynaflow_train.execute.program import Program
 
-MOST_PENDING = 64  # forwards that may wait for their backward while others make new plans
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
 MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a backward has to know of its forward: the plan, and how saved values were left.
-
-    Attributes:
-        plan: the forward's.
-        spans, metas: of each saved value: which micro-batches its pieces hold, and their layout.
-        context, candidate: where several strategies are tried: sizes, and which of them it was.
-    """
-
-    plan: Plan
-    spans: Mapping[str, tuple[Span, ...]]
-    metas: Mapping[tuple[str, int], Meta]
-    context: tuple[Any, ...] = ()
-    candidate: int = 0
-
-
-class Records(dict[int, Record]):
-    """Records by ticket, shared by the runners of one capture.
-
-    Attributes:
-        live: tickets of contexts that may run again.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: set[int] = set()
-
-    def new(self) -> int:
-        """A ticket."""
-        return max(self, default=-1) + 1
-
-    def forget(self) -> None:
-        """Drop the oldest records, but for those of contexts that may run again."""
-        for number in [n for n in list(self)[:-MOST_PENDING] if n not in self.live]:
-            del self[number]
 
 
 @dataclass
@@ -83,6 +45,7 @@ class Entry:
         call: arguments -> results.
         source: text of the fast path, or None for the interpreter.
         ticket: what the forward saves to find this entry's record again.
+        recordings: of its calls as CUDA graphs, where they are asked for.
         calls: how often it ran.
         intervals: times of its launches in its third call, which is measured.
     """
@@ -93,6 +56,7 @@ class Entry:
     call: Callable[[list[Any]], list[Any]]
     source: str | None
     ticket: torch.Tensor | None = None
+    recordings: Recordings | None = None
     calls: int = 0
     intervals: tuple[Interval, ...] = ()
 
@@ -142,6 +106,7 @@ class Runner:
         max_contexts: how many contexts are kept.
         records: of the forward; shared with the backward's runner, and by all candidates.
         candidate: which of several strategies it runs.
+        recorder: device -> what records calls there, or None.
     """
 
     facts: GraphFacts
@@ -153,6 +118,7 @@ class Runner:
     max_contexts: int = 16
     records: Records = field(default_factory=Records)
     candidate: int = 0
+    recorder: Callable[[torch.device], Recorder | None] = lambda device: None
     entries: OrderedDict[Any, Entry] = field(default_factory=OrderedDict)
     streams: dict[str, Any] = field(default_factory=dict)
 
@@ -175,7 +141,17 @@ class Runner:
         if entry.calls == MEASURED_CALL and not _is_capturing():
             results, entry.intervals = measure(entry.program, entry.lanes, arguments)
             return results
-        return entry.call(arguments)
+        recording = self._recording(entry, arguments)
+        return entry.call(arguments) if recording is None else recording.run(arguments)
+
+    def _recording(self, entry: Entry, arguments: list[Any]) -> Recording | None:
+        """What is replayed in place of a call: of a backward, if its forward was replayed."""
+        if entry.recordings is None or _is_capturing():
+            return None
+        ticket = self._ticket(arguments)
+        if self._backward and not (ticket in self.records and self.records[ticket].recorded):
+            return None
+        return entry.recordings.find(entry.call, entry.calls, arguments, ticket)
 
     def context(self, arguments: list[Any]) -> tuple[Any, ...]:
         """The sizes that tell contexts apart."""
@@ -210,7 +186,8 @@ class Runner:
     def entry(self, arguments: list[Any]) -> Entry:
         """The context of these arguments, made if it is new."""
         ticket = self._ticket(arguments)
-        key = (self.context(arguments), ticket)
+        base = self.records[ticket].base if ticket in self.records else ticket
+        key = (self.context(arguments), base)
         found = self.entries.get(key)
         if found is not None and not (self.dynamic and not self._backward):
             self.entries.move_to_end(key)
@@ -230,6 +207,8 @@ class Runner:
     def _retire(self, entry: Entry) -> None:
         if entry.ticket is not None:
             self.records.live.discard(int(entry.ticket))
+        if entry.recordings is not None:
+            entry.recordings.forget()
 
     def _symbols(self, arguments: list[Any]) -> Symbols:
         symbols = {
@@ -267,7 +246,7 @@ class Runner:
         if not self._backward and self.facts.saved:
             at = number if number is not None else self._unticketed(symbols)
             context = self.context(arguments)
-            self.records[at] = self._record(plan, builder, program, context)
+            self.records[at] = self._record(plan, builder, program, context, at)
             if number is not None:
                 self.records.live.add(number)
                 self.records.forget()
@@ -275,14 +254,32 @@ class Runner:
         call, source = functools.partial(interpret, program, lanes), None
         if self.fast:
             call, source = emit(program, lanes)
-        return Entry(plan, program, lanes, call, source, tensor)
+        return Entry(plan, program, lanes, call, source, tensor, self._recordings(program, tensor))
+
+    def _recordings(self, program: Program, ticket: torch.Tensor | None) -> Recordings | None:
+        recorder = None if self.dynamic else self.recorder(program.device)
+        if recorder is None:
+            return None
+        if ticket is None:
+            return Recordings(recorder, tuple(program.arguments))
+
+        def new() -> torch.Tensor:
+            number = self.records.new()
+            self.records[number] = replace(self.records[int(ticket)], recorded=True)
+            self.records.live.add(number)
+            return torch.tensor(number, dtype=torch.int64)
+
+        def forget(ticket: torch.Tensor) -> None:
+            self.records.live.discard(int(ticket))
+
+        return Recordings(recorder, tuple(program.arguments), Tickets(ticket, new, forget))
 
     def _unticketed(self, symbols: Symbols) -> int:
         """A record's key where there is one plan for each set of sizes."""
         return -2 - (hash(tuple(sorted((str(k), v) for k, v in symbols.items()))) & 0xFFFFFFFF)
 
     def _record(
-        self, plan: Plan, builder: Builder, program: Program, context: tuple[Any, ...]
+        self, plan: Plan, builder: Builder, program: Program, context: tuple[Any, ...], at: int
     ) -> Record:
         spans = {name: program.spans[name] for name in self.facts.saved}
         metas = {
@@ -290,7 +287,7 @@ class Runner:
             for name, pieces in spans.items()
             for piece, span in enumerate(pieces)
         }
-        return Record(plan, spans, metas, context, self.candidate)
+        return Record(plan, spans, metas, context, self.candidate, at)
 
     def _arguments(self, arguments: list[Any], record: Record | None, parts: int) -> list[Argument]:
         nodes, found = self.facts.placeholders, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
+from dynaflow_train.execute.into import Written, write_into
 from dynaflow_train.ir import is_row_major
 
 if TYPE_CHECKING:
@@ -38,12 +39,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Static:
-    """A graph with numbers only, and the fake tensors that went in and come out."""
+    """A graph with numbers only, and the fake tensors that went in and come out.
+
+    Attributes:
+        written: of the outputs that are written into a slice, how.
+    """
 
     graph: fx.GraphModule
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     fake_mode: FakeTensorMode
+    written: Mapping[int, Written]
 
 
 def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[tuple, dict]:
@@ -66,7 +72,11 @@ def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[t
 
 
 def specialise(
-    graph: fx.GraphModule, metas: list[Meta], sizes: Sizes, stores: Mapping[int, Meta]
+    graph: fx.GraphModule,
+    metas: list[Meta],
+    sizes: Sizes,
+    stores: Mapping[int, Meta],
+    added: Collection[int] = (),
 ) -> Static:
     """Copy `graph` with every size a number.
 
@@ -76,10 +86,12 @@ def specialise(
         sizes: the values of the symbols.
         stores: output index -> meta of a slice that the graph gets as one more input and writes
             that output into, in place of returning it.
+        added: those of `stores` whose output is added to what is there.
     """
     new, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
     nodes: dict[fx.Node, Any] = {}
     fakes: dict[fx.Node, Any] = {}
+    written: dict[int, Written] = {}
     with unset_fake_temporarily():
         given = iter(metas)
         inputs: list[torch.Tensor] = []
@@ -100,19 +112,14 @@ def specialise(
                 fakes[node] = getattr(graph, str(node.target))
             elif node.op == "call_function" and not _is_number(node):
                 _copy(node, new, sizes, nodes, fakes, mode)
-        outputs: list[torch.Tensor] = []
-        returned: list[fx.Node] = []
-        for index, node in enumerate(cast("Any", graph.graph.output_node().args[0])):
-            if index in slices:
-                args = (slices[index], nodes[node])
-                copy = new.call_function(torch.ops.aten.copy_.default, args)
-                copy.meta["val"] = slices[index].meta["val"]
-                outputs.append(slices[index].meta["val"])
-            else:
-                returned.append(nodes[node])
-                outputs.append(fakes[node])
-        new.output(tuple(returned))
-    return Static(fx.GraphModule(graph, new), inputs, outputs, mode)
+        ends = list(cast("Any", graph.graph.output_node().args[0]))
+        outputs = [slices[i].meta["val"] if i in slices else fakes[n] for i, n in enumerate(ends)]
+        new.output(tuple(nodes[n] for i, n in enumerate(ends) if i not in slices))
+        with mode, new.inserting_before(new.output_node()):
+            for index, into in slices.items():
+                end, alone = ends[index], ends.count(ends[index]) == 1
+                written[index] = write_into(into, nodes[end], alone=alone, add=index in added)
+    return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written)
 
 
 def _copy(

@@ -1,0 +1,210 @@
+"""Replayed calls: memory that is read and written again and again, and who may still hold it.
+
+The recorder of these tests keeps addresses only, as a CUDA graph does; tests/gpu has the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import dynaflow_train as df
+from dynaflow_train.api import sessions
+from dynaflow_train.execute.graphs import MOST_RECORDINGS, WARMUPS, Recordings
+from dynaflow_train.session import Session
+from tests.engine.harness import AnySchedule, Cut, Oracle, batch, compiled, quiet
+from tests.engine.recorder import AddressRecorder
+from tests.engine.stepping import step, weighted
+from tests.engine.zoo import ALL, SPLIT
+
+BLOCK = SPLIT["block"]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> AddressRecorder:
+    made = AddressRecorder()
+    monkeypatch.setattr(Session, "recorder", lambda session, device: made)
+    return made
+
+
+def recordings(model: nn.Module, phase: str) -> list[Recordings]:
+    capture = sessions(model)[0].captures[-1]
+    runners = capture.forwards if phase == "forward" else capture.backwards
+    found = [entry.recordings for runner in runners for entry in runner.entries.values()]
+    return [each for each in found if each is not None]
+
+
+def count(model: nn.Module, phase: str) -> int:
+    return sum(len(made) for each in recordings(model, phase) for made in each.made.values())
+
+
+def train(model: nn.Module, case, steps: int, first: int = 0) -> None:
+    """Steps on changing data, each exact."""
+    for seed in range(first, first + steps):
+        oracle = Oracle(case, 4, torch.float32, seed)
+        oracle.check(step(model, batch(case, 4, seed=seed)), seed)
+        gc.collect()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_replays_are_exact(name, recorder):
+    model = compiled(ALL[name], AnySchedule(3), cuda_graphs=True)
+    with quiet():
+        train(model, ALL[name], WARMUPS + 3)
+    assert count(model, "forward") == 1
+    assert recorder.replays >= 3  # a forward's from the fourth call on
+    assert not any(each.why_not for each in recordings(model, "forward"))
+
+
+def test_a_backward_is_replayed_where_its_forward_was(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 10)
+    assert (count(model, "forward"), count(model, "backward")) == (1, 1)
+    assert recorder.recorded == 2
+    assert recorder.replays == (10 - WARMUPS) + (10 - WARMUPS - 1)
+    assert [used.graphs.split(",")[0] for used in df.plans(model)] == ["1 CUDA graph"] * 2
+    assert "model backward: 1 CUDA graph" in str(df.explain(model))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_several_forwards_in_flight(order, recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    expected = [Oracle(BLOCK, 4, torch.float32, seed).truth for seed in range(3)]
+    names = [n for n, _ in model.named_parameters()]
+    wanted = {n: sum(truth.tensors[f"gradient of {n}"] for truth in expected) for n in names}
+    for _ in range(6):
+        model.zero_grad(set_to_none=True)
+        losses = [weighted(model(*batch(BLOCK, 4, seed=seed))) for seed in range(3)]
+        for loss, truth in zip(losses, expected, strict=True):
+            torch.testing.assert_close(loss.double(), truth.tensors["loss"], rtol=1e-4, atol=1e-5)
+        for index in order:
+            losses[index].backward()
+        losses.clear()
+        del loss
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.double(), wanted[name], rtol=1e-4, atol=1e-5)
+    assert count(model, "forward") == 3
+    assert recorder.replays > 12
+
+
+def test_forwards_without_a_backward_use_one_recording(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    for seed in range(12):
+        model(*batch(BLOCK, 4, seed=seed))
+        gc.collect()
+    assert count(model, "forward") == 1
+    assert recorder.replays == 12 - WARMUPS
+    train(model, BLOCK, 4)
+
+
+def test_what_is_held_is_not_overwritten(recorder):
+    """More in flight than there may be recordings: the rest runs launch by launch."""
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    number = WARMUPS + MOST_RECORDINGS + 3
+    truths = [Oracle(BLOCK, 4, torch.float32, s).truth.tensors["output 0"] for s in range(number)]
+    for _ in range(2):  # the second time all are free again
+        held = [model(*batch(BLOCK, 4, seed=seed)) for seed in range(number)]
+        assert count(model, "forward") == MOST_RECORDINGS
+        for output, truth in zip(held, truths, strict=True):
+            torch.testing.assert_close(output.double(), truth, rtol=1e-4, atol=1e-5)
+        del output
+        held.clear()
+    assert recorder.replays == 2 * MOST_RECORDINGS
+
+
+def test_gradients_that_are_held_are_not_overwritten(recorder):
+    """Accumulated without zeroing: `.grad` is the memory of an earlier replay."""
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    wanted: dict[str, torch.Tensor] = {}
+    for seed in range(10):
+        weighted(model(*batch(BLOCK, 4, seed=seed))).backward()
+        truth = Oracle(BLOCK, 4, torch.float32, seed).truth
+        for name, parameter in model.named_parameters():
+            addend = truth.tensors[f"gradient of {name}"]
+            wanted[name] = wanted[name] + addend if name in wanted else addend
+            torch.testing.assert_close(parameter.grad.double(), wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_one_forward_and_two_backwards(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 8)
+    truth = Oracle(BLOCK, 4, torch.float32, 9).truth
+    model.zero_grad(set_to_none=True)
+    loss = weighted(model(*batch(BLOCK, 4, seed=9)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        wanted = 2 * truth.tensors[f"gradient of {name}"]
+        torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_other_shapes_and_other_plans_have_their_own(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    for size in (4, 6, 4, 6, 2, 4, 6, 2, 4, 6, 2, 4, 6):
+        Oracle(BLOCK, size, torch.float32).check(step(model, batch(BLOCK, size)))
+        gc.collect()
+    number = sorted(len(each.made.get(-1, [])) for each in recordings(model, "forward"))
+    assert number == [0, 1, 1]  # a batch of 2 came three times only
+
+
+def test_parameters_that_move_are_not_copied(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    kept = []
+    for seed in range(8):
+        for parameter in model.parameters():
+            kept.append(parameter.data)
+            parameter.data = parameter.data.clone()
+        train(model, BLOCK, 1, seed)
+    assert recorder.replays == 0
+    (found,) = recordings(model, "forward")
+    assert "parameters stand elsewhere" in str(found)
+
+
+def test_parameters_that_move_later(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 6)
+    kept = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1
+    with torch.no_grad():
+        for old in kept:
+            old.fill_(torch.nan)  # who still reads there is found out
+    train(model, BLOCK, 3, first=6)
+    (found,) = recordings(model, "forward")
+    assert "parameters stand elsewhere" in str(found)
+
+
+def test_what_cannot_be_recorded_runs_and_says_why(monkeypatch):
+    class Refuses:
+        def record(self, call, arguments):
+            call(list(arguments))
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Session, "recorder", lambda session, device: Refuses())
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 6)
+    reason = "runs launch by launch: it cannot be recorded: operation not permitted when stream is "
+    assert {used.graphs for used in df.plans(model)} >= {reason + "capturing"}
+
+
+def test_without_cuda_it_says_so_once():
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    with pytest.warns(
+        df.DynaFlowWarning, match="cuda_graphs needs CUDA, the model is on cpu"
+    ) as told:
+        train(model, BLOCK, 2)
+    assert len(told) == 1
+    assert [used.graphs for used in df.plans(model)] == [None, None]
+
+
+def test_tickets_do_not_pile_up(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 5)
+    records = sessions(model)[0].captures[-1].forwards[0].records
+    before = len(records), len(records.live)
+    train(model, BLOCK, 10, first=5)
+    assert (len(records), len(records.live)) == before
