@@ -188,7 +188,8 @@ def measure(  # noqa: C901 - warm up, time, compare, report
         table(rows)
         for name in options.strategies:
             print(f"{name}: {df.explain(models[name]).hidden_share:.2f} of communication hidden")
-            print(*df.explain(models[name]).choices, sep="\n", end="")
+            for text in (*df.explain(models[name]).choices, *df.explain(models[name]).graphs):
+                print(text)
         if options.verbose and "dual_batch" in models:
             print(df.explain(models["dual_batch"]))
     del models
