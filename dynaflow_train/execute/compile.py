@@ -79,16 +79,12 @@ class OpCompiler:
         if key in self._known:
             self.reused += 1
             return self._known[key]
-        static = specialise(op.graph, metas, sizes, stores, added)
+        static = specialise(op.graph, metas, sizes, stores, added, eager=self.executor == "eager")
         call = self._inductor(static) if self.executor == "inductor" else _eager(static)
         self.compiled += 1
-        copied = {
-            i
-            for i, how in static.written.items()
-            if how == "copied" or (how == "fused" and self.executor == "eager" and i not in added)
-        }
+        copied = frozenset(i for i, how in static.written.items() if how == "copied")
         self._known[key] = CompiledOp(
-            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), frozenset(copied)
+            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), copied
         )
         return self._known[key]
 

@@ -16,6 +16,8 @@ from torch._inductor import lowering
 from dynaflow_train.execute.meta import Meta
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch._ops import OpOverload
 
 Written = Literal["direct", "fused", "copied"]
@@ -54,7 +56,9 @@ def product_into() -> OpOverload:
     return torch.ops.dynaflow.product_into.default
 
 
-def write_into(into: fx.Node, made: fx.Node, *, alone: bool, add: bool) -> Written:
+def write_into(
+    into: fx.Node, made: fx.Node, *, alone: bool, add: bool, eager: bool = False
+) -> Written:
     """End a graph by writing `made` into `into`.
 
     Args:
@@ -62,6 +66,7 @@ def write_into(into: fx.Node, made: fx.Node, *, alone: bool, add: bool) -> Writt
         made: what is written, of the same shape.
         alone: nothing else is written or returned that is the same node.
         add: add to what is there.
+        eager: the graph runs operator by operator; those with an `out=` form write by it.
 
     Returns:
         How: by what computes it, fused into what computes it (by Inductor), or copied.
@@ -69,24 +74,49 @@ def write_into(into: fx.Node, made: fx.Node, *, alone: bool, add: bool) -> Writt
     graph = into.graph
     root, views = _root(made)
     alone = alone and not any(len(node.users) > 1 for node in (root, *views)) and not made.users
-    biased = root.target in _BIASED and not root.kwargs and not add
-    if alone and (biased or root.target in _PRODUCTS) and _fits(into, root):
+    if alone and (write := _direct(root, add=add, eager=eager)) and _fits(into, root, views):
         with graph.inserting_before(root):
             out = into
             if into.meta["val"].shape != root.meta["val"].shape:
                 shape = list(root.meta["val"].shape)
                 out = graph.call_function(_aten.view.default, (into, shape))
                 out.meta["val"] = into.meta["val"].view(shape)
-            bias, left, right = root.args if biased else (None, *root.args)
-            graph.call_function(product_into(), (out, left, right, bias, add))
+            write(out)
         for node in (*views, root):
             graph.erase_node(node)
         return "direct"
     operator = _aten.add_.Tensor if add else _aten.copy_.default
     written = graph.call_function(operator, (into, made))
     written.meta["val"] = into.meta["val"]
-    copied = not add and (root.op != "call_function" or _is_extern(root))
-    return "copied" if copied else "fused"
+    if add or not (eager or root.op != "call_function" or _is_extern(root)):
+        return "fused"
+    return "copied"
+
+
+def _direct(root: fx.Node, *, add: bool, eager: bool) -> Callable[[fx.Node], Any] | None:
+    """Calls what computes `root` straight into a node's memory, if there is such an operator."""
+    biased = root.target in _BIASED and not root.kwargs and not add
+    if biased or root.target in _PRODUCTS:
+        bias, left, right = root.args if biased else (None, *root.args)
+        return lambda out: root.graph.call_function(product_into(), (out, left, right, bias, add))
+    form = _out_form(root.target) if eager and not add else None
+    if form is None:
+        return None
+    return lambda out: root.graph.call_function(form, root.args, {**root.kwargs, "out": out})
+
+
+def _out_form(target: Any) -> OpOverload | None:
+    """The overload of an aten operator that takes the same and writes into `out`."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        form = getattr(target.overloadpacket, name)
+        taken = [(a.name, str(a.type)) for a in form._schema.arguments if not a.is_out]
+        outs = [a.name for a in form._schema.arguments if a.is_out]
+        if outs == ["out"] and taken == wanted:
+            return form
+    return None
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -98,9 +128,10 @@ def _root(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, views
 
 
-def _fits(into: fx.Node, root: fx.Node) -> bool:
+def _fits(into: fx.Node, root: fx.Node, views: Sequence[fx.Node]) -> bool:
     target, made = into.meta["val"], root.meta["val"]
-    return target.dtype == made.dtype and Meta.of(target).is_contiguous
+    dense = Meta.of(target).is_contiguous or (not views and root.target not in _PRODUCTS + _BIASED)
+    return target.dtype == made.dtype and dense
 
 
 def _is_extern(node: fx.Node) -> bool:

@@ -77,6 +77,8 @@ def specialise(
     sizes: Sizes,
     stores: Mapping[int, Meta],
     added: Collection[int] = (),
+    *,
+    eager: bool = False,
 ) -> Static:
     """Copy `graph` with every size a number.
 
@@ -87,6 +89,7 @@ def specialise(
         stores: output index -> meta of a slice that the graph gets as one more input and writes
             that output into, in place of returning it.
         added: those of `stores` whose output is added to what is there.
+        eager: it will run operator by operator.
     """
     new, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
     nodes: dict[fx.Node, Any] = {}
@@ -118,7 +121,9 @@ def specialise(
         with mode, new.inserting_before(new.output_node()):
             for index, into in slices.items():
                 end, alone = ends[index], ends.count(ends[index]) == 1
-                written[index] = write_into(into, nodes[end], alone=alone, add=index in added)
+                written[index] = write_into(
+                    into, nodes[end], alone=alone, add=index in added, eager=eager
+                )
     return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written)
 
 

@@ -45,22 +45,20 @@ def llama_step(strategy: object, **options: object):
     return model, run
 
 
-@pytest.mark.parametrize(("region", "regions"), [("model", 1), ("layer", 2)])
-def test_llama_copies_nothing_but_results_into_their_slices(region, regions):
-    """Eager operators cannot write into a given slice: each result is copied there, once."""
+@pytest.mark.parametrize("region", ["model", "layer"])
+def test_llama_copies_nothing_more(region):
+    """Operators of eager torch write by their `out=` forms."""
     switch, found = Switch(*DualBatch.rules), {}
-    results = 2 * regions * 4 * 12 * 32  # output and gradient, [batch, sequence, hidden]
     model, run = llama_step(switch, executor="eager", region=region)
     for parts, strategy in {1: Sequential(), 2: DualBatch(), 4: DualBatch(micro_batches=4)}.items():
         switch.use(strategy)
         found[parts] = copied(run)
         used = [u for u in df.plans(model) if len(u.plan.sizes) == parts]
         assert {u.region.phase for u in used} == {"forward", "backward"}
-        counted = sum(sum(u.copies.values()) for u in used) // BYTES
-        assert counted == (results // regions if parts > 1 else 0)  # equal layers share a plan
+        assert not any(u.copies for u in used)
     cats = {parts: number for parts, (_, _, number) in found.items()}
     for parts in (2, 4):
-        assert 0 <= found[parts][0] - found[1][0] - results < SCALARS
+        assert 0 <= found[parts][0] - found[1][0] < SCALARS
     # The model's own are made by each micro-batch, or once; none joins the micro-batches.
     assert cats[4] - cats[2] == 2 * (cats[2] - cats[1])
 
