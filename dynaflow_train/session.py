@@ -15,7 +15,7 @@ from dynaflow_train.choices import Choice, Chooser, machine
 from dynaflow_train.config import environment
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
-from dynaflow_train.execute.graphs import CudaRecorder, Recorder
+from dynaflow_train.execute.graphs import UNTIL_RECORDED, CudaRecorder, Recorder
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
 from dynaflow_train.execute.trials import Trials
@@ -119,9 +119,12 @@ class Session:
                 texts = [each for one in heard for each in json.loads(one)]
             return texts
 
-        chooser = Chooser(capture.name, names, (identity, *shape, *machine()), exchange, auto.cache)
+        graphs = self.recipe.cuda_graphs
+        known = (identity, *shape, *machine(), f"cuda_graphs {graphs}")
+        chooser = Chooser(capture.name, names, known, exchange, auto.cache)
         capture.choices = chooser.found
-        return Trials(names, auto.warmups, auto.samples, chooser.recall, chooser.settle)
+        warmups = auto.warmups + (UNTIL_RECORDED if graphs else 0)
+        return Trials(names, warmups, auto.samples, chooser.recall, chooser.settle, graphs)
 
     def plan(
         self,

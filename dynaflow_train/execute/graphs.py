@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 MOST_RECORDINGS = 4  # of one context that are in flight at once
 WARMUPS = 3  # calls before the first recording: kernels are loaded, the third is measured
+UNTIL_RECORDED = WARMUPS + 2  # calls until forward and backward are recorded, if nothing moves
 MOST_MOVES = 3  # as often a tensor may turn out to move after all
 
 Call = Callable[[list[Any]], list[Any]]
@@ -237,6 +238,11 @@ class Recordings:
         known.append(Recording(inputs, read, results, replay, ticket))
         self.milliseconds += (time.perf_counter() - begin) * 1e3
         return known[-1]
+
+    def drop(self, ticket: int) -> None:
+        """Those of one forward's backward."""
+        self.made.pop(ticket, None)
+        self._seen.pop(ticket, None)
 
     def forget(self) -> None:
         """Drop all."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dynaflow_train.execute.graphs import Recordings
     from dynaflow_train.execute.layout import Span
     from dynaflow_train.execute.meta import Meta
     from dynaflow_train.ir import Plan
@@ -41,15 +42,23 @@ class Records(dict[int, Record]):
 
     Attributes:
         live: tickets of contexts that may run again.
+        followers: ticket of a recorded forward -> recordings of its backward.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live: set[int] = set()
+        self.followers: dict[int, Recordings] = {}
 
     def new(self) -> int:
         """A ticket."""
         return max(self, default=-1) + 1
+
+    def drop(self, ticket: int) -> None:
+        """The recording of this forward is gone: its backward reads memory that is gone, too."""
+        self.live.discard(ticket)
+        if ticket in self.followers:
+            self.followers.pop(ticket).drop(ticket)
 
     def forget(self) -> None:
         """Drop the oldest records, but for those of contexts that may run again."""

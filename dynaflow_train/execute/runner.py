@@ -141,17 +141,23 @@ class Runner:
         if entry.calls == MEASURED_CALL and not _is_capturing():
             results, entry.intervals = measure(entry.program, entry.lanes, arguments)
             return results
-        recording = self._recording(entry, arguments)
+        return self.run(entry, entry.calls, arguments)
+
+    def run(self, entry: Entry, calls: int, arguments: list[Any]) -> list[Any]:
+        """Run one call of a context that ran `calls` times, this one included."""
+        recording = self._recording(entry, calls, arguments)
         return entry.call(arguments) if recording is None else recording.run(arguments)
 
-    def _recording(self, entry: Entry, arguments: list[Any]) -> Recording | None:
+    def _recording(self, entry: Entry, calls: int, arguments: list[Any]) -> Recording | None:
         """What is replayed in place of a call: of a backward, if its forward was replayed."""
         if entry.recordings is None or _is_capturing():
             return None
         ticket = self._ticket(arguments)
         if self._backward and not (ticket in self.records and self.records[ticket].recorded):
             return None
-        return entry.recordings.find(entry.call, entry.calls, arguments, ticket)
+        if self._backward:
+            self.records.followers.setdefault(ticket, entry.recordings)
+        return entry.recordings.find(entry.call, calls, arguments, ticket)
 
     def context(self, arguments: list[Any]) -> tuple[Any, ...]:
         """The sizes that tell contexts apart."""
@@ -174,6 +180,12 @@ class Runner:
                 f"{MOST_PENDING} are kept. Run its backward sooner."
             )
         return self.records.get(at)
+
+    def release(self) -> None:
+        """Let the memory of recorded calls go; what is in flight keeps its own."""
+        for entry in self.entries.values():
+            if entry.recordings is not None:
+                entry.recordings.forget()
 
     def drop(self, context: tuple[Any, ...]) -> None:
         """Forget how a context is run, which another candidate runs from now on."""
@@ -270,7 +282,7 @@ class Runner:
             return torch.tensor(number, dtype=torch.int64)
 
         def forget(ticket: torch.Tensor) -> None:
-            self.records.live.discard(int(ticket))
+            self.records.drop(int(ticket))
 
         return Recordings(recorder, tuple(program.arguments), Tickets(ticket, new, forget))
 

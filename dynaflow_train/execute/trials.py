@@ -80,6 +80,8 @@ class Trials:
         warmups, samples: calls of each candidate that do not count, and that do.
         recall: context -> a choice made before and agreed over ranks, or None.
         settle: context and this rank's milliseconds -> the choice, and the slowest rank's.
+        one_by_one: finish a candidate before the next, so that its memory can go: recorded calls
+            hold a step's activations. Else in turn, which is fairer.
     """
 
     names: tuple[str, ...]
@@ -87,6 +89,7 @@ class Trials:
     samples: int
     recall: Callable[[Hashable], int | None]
     settle: Callable[[Hashable, Sequence[float]], tuple[int, list[float]]]
+    one_by_one: bool = False
     contexts: dict[Hashable, Trial] = field(default_factory=dict["Hashable", Trial])
 
     def next(self, context: Hashable) -> tuple[int, bool]:
@@ -104,7 +107,18 @@ class Trials:
         if trial.chosen is not None:
             return trial.chosen, False
         trial.calls += 1
+        if self.one_by_one:
+            return self._unfinished(trial), True
         return (trial.calls - 1) % len(self.names), True
+
+    def _unfinished(self, trial: Trial) -> int:
+        """The first candidate that did not run often enough; patience ends for each of them."""
+        needed = self.warmups + self.samples
+        for index, runs in enumerate(trial.runs):
+            forwards, backwards = runs.get("forward", 0), runs.get("backward", 0)
+            if min(forwards, backwards) < needed and forwards < PATIENCE * needed:
+                return index
+        return len(trial.runs) - 1
 
     def in_use(self) -> list[int]:
         """The candidates that still may run: the chosen ones, all where a choice is open."""
@@ -151,9 +165,14 @@ class TriedRunner:
                         other.drop(context)
             return runner(arguments)
         self._tried.add(context)
+        if self.trials.one_by_one and self.phase == "forward":
+            for other in self.runners:
+                if other is not runner:
+                    other.release()
         entry = runner.entry(arguments)  # compiles now, not within the time that counts
         watch = self.trials.timed(context, candidate, self.phase)
-        results = entry.call(arguments)
+        runs = self.trials.contexts[context].runs[candidate].get(self.phase, 0)
+        results = runner.run(entry, runs, arguments)
         if watch is not None:
             watch.stop()
         return results

@@ -13,7 +13,7 @@ from torch import nn
 
 import dynaflow_train as df
 from dynaflow_train.api import sessions
-from dynaflow_train.execute.graphs import MOST_RECORDINGS, WARMUPS, Recordings
+from dynaflow_train.execute.graphs import MOST_RECORDINGS, UNTIL_RECORDED, WARMUPS, Recordings
 from dynaflow_train.session import Session
 from tests.engine.harness import AnySchedule, Cut, Oracle, batch, compiled, quiet
 from tests.engine.recorder import AddressRecorder
@@ -208,3 +208,23 @@ def test_tickets_do_not_pile_up(recorder):
     before = len(records), len(records.live)
     train(model, BLOCK, 10, first=5)
     assert (len(records), len(records.live)) == before
+
+
+def test_auto_records_its_candidates_and_keeps_the_memory_of_one(recorder, monkeypatch):
+    monkeypatch.setenv("DYNAFLOW_CACHE", "off")
+    names = ("sequential", "dual_batch", "nanoflow")
+    options = {"candidates": names, "warmups": 1, "samples": 2, "cuda_graphs": True}
+    model = compiled(BLOCK, "auto", **options)
+    with quiet():
+        train(model, BLOCK, 3 * (UNTIL_RECORDED + 3))
+        assert not df.explain(model).choices
+        assert recorder.recorded == 2 * 3
+        capture = sessions(model)[0].captures[-1]
+        for runners in (capture.forwards, capture.backwards):
+            entries = [e for runner in runners for e in runner.entries.values()]
+            assert [sum(map(len, e.recordings.made.values())) for e in entries] == [0, 0, 1]
+        train(model, BLOCK, 8)
+    (choice,) = df.explain(model).choices
+    assert {used.plan.strategy for used in df.plans(model)} == {choice.chosen}
+    assert [used.graphs.split(",")[0] for used in df.plans(model)] == ["1 CUDA graph"] * 2
+    assert len(df.explain(model)) == 2, "the choice is measured as well"
