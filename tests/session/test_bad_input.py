@@ -102,8 +102,8 @@ def test_every_rank_says_what_is_wrong(what):
 def test_without_strict_it_runs_uncut_and_says_so_once():
     for said, told, _ in run_ranks(attempt, 2, "fg", 2, "dual_batch", {"micro_batches": 3}, 3):
         assert said == ("", "")
-        assert sorted("forward" in each for each in told) == [False, True], told
-        assert all("cannot split a batch of 2" in each for each in told), told
+        (warning,) = told
+        assert "cannot split a batch of 2" in warning
 
 
 def killed(rank):
