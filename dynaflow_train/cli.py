@@ -1,7 +1,7 @@
 """The command `dynaflow`: what there is, what a recipe would run, what this machine can do.
 
-Exit codes: 0 fine, 1 this machine cannot run dynaflow_train or a benchmark's case failed, 2 the input is
-wrong.
+Exit codes: 0 fine, 1 this machine cannot run dynaflow_train, or a case of a benchmark failed, 2 the
+input is wrong.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from dynaflow_train.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Sequence
 
 LINKS = {"cuda": ("nvlink", "no-p2p"), "cpu": ("gloo",)}
 LEAST_ROUNDS = 20  # below, it is a rehearsal
@@ -99,7 +100,7 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
 
 
 def _on(job: Job, link: str) -> Job:
-    return Job(**{**vars(job), "link": link})
+    return dataclasses.replace(job, link=link)
 
 
 def _job(given: argparse.Namespace, typed: Sequence[str]) -> tuple[Sequence[str], Job]:

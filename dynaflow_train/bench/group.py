@@ -9,13 +9,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dynaflow_train.bench.job import Job
 from dynaflow_train.config import MULTICAST_OFF, for_child
+
+if TYPE_CHECKING:
+    from dynaflow_train.bench.job import Job
 
 GRACE_S = 15.0  # after a rank failed, the others may fail alike and say so
 
-Say = Callable[[str], None]
 Seen = Callable[[Path], None]
 
 

@@ -43,9 +43,10 @@ class Job:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        lists = {key: tuple(content[key]) for key in ("cases", "strategies")}
-        return cls(**{**content, **lists})
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("cases", "strategies"):
+            content[key] = tuple(content[key])
+        return cls(**content)
 
     def result(self, case: str) -> Path:
         """Where the result of a case goes."""

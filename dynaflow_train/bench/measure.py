@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -101,7 +100,7 @@ class CaseRun:
                 found = self._warm(variant, bed)
         except DynaFlowError as caught:
             error = str(caught)
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the other variants go on
+        except Exception as caught:  # whatever it is, the other variants go on
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}"
         texts = self._tell(f"{self.case.name}/{variant.name}", error)

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch.types
-
 MIB = 2**20
 
 

@@ -25,7 +25,7 @@ def config(case: Case, cut: int = 1) -> LlamaConfig:
         vocab_size=256,
         max_position_embeddings=8192,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
     )
 
 
@@ -48,7 +48,8 @@ def build(
     whole = cut if mesh is None else case.cut(ranks) // ranks
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaModel(config(case, whole)).to(dtype)
+        model = LlamaModel(config(case, whole))
+    torch.nn.Module.to(model, dtype)
     model.train()
     if mesh is not None:
         tensor_parallel.parallelize(model, ranks)

@@ -1,7 +1,7 @@
 """What the profiler saw: hidden communication, copies, and what a run without P2P must not hold.
 
-Works on the events of a trace in Chrome's format, which torch.profiler exports: public, and the same
-for kernels launched one by one and for those of a CUDA graph.
+Works on the events of a trace in Chrome's format, which torch.profiler exports: public, and
+the same for kernels launched one by one and for those of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from dynaflow_train.report import _gaps, _union
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from dynaflow_train.bench.steps import Clock
 
 Event = dict[str, Any]

@@ -1,7 +1,7 @@
-"""One rank of a group: runs its job's cases one after another. `python -m dynaflow_train.bench.rank`.
+"""One rank of a group, `python -m dynaflow_train.bench.rank job.json`: runs its cases in order.
 
-A case that raises ends the rank: its peers may stand in a collective, and the process group is of no
-use any more. The command starts another group for the cases that are left.
+A case that raises ends the rank: its peers may stand in a collective, and the process group is of
+no use any more. The command starts another group for the cases that are left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(path: str) -> None:
     _end_with(os.getppid())
     try:
         _run(job, rank)
-    except BaseException as error:  # noqa: BLE001 - reported, then the rank ends
+    except BaseException as error:  # reported, then the rank ends
         traceback.print_exc()
         job.error(rank).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         sys.stdout.flush()
@@ -89,7 +89,7 @@ def _run(job: Job, rank: int) -> None:
 def _write(job: Job, name: str, content: dict[str, Any]) -> None:
     path = job.result(name)
     begun = path.with_suffix(".part")
-    begun.write_text(json.dumps({"case": name, **content}, indent=1), encoding="utf-8")
+    begun.write_text(json.dumps({"case": name, **content}), encoding="utf-8")
     begun.replace(path)  # whoever sees it sees all of it
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynaflow_train.bench import figures
 from dynaflow_train.bench.timing import slowest
 from dynaflow_train.bench.variants import ABLATION, EAGER, UNCUT, bare_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 MIB = 2**20
 NOT_SLOWER = 0.99  # of the best baseline's speed
@@ -104,7 +106,8 @@ def _facts(found: Mapping[str, Any], name: str) -> Row:
     copied, uncut = mine["copied_bytes"], plain.get("copied_bytes")
     peak, plain_peak = mine["peak_mib"], plain.get("peak_mib")
     ms = mine.get("communication_ms")
-    note = "" if ms is not None else "no kernel intervals on the CPU: hidden_share is n/a"
+    words = [] if ms is not None else ["no kernel intervals on the CPU: hidden_share is n/a"]
+    note = "; ".join([*words, *mine["says"].splitlines()])
     return {
         "hidden_share": mine["hidden_ms"] / ms if ms else None,
         "communication_ms": ms,
@@ -155,11 +158,12 @@ def table(judged: Judged) -> str:
             continue
         cells = (f"{_short(row[name]):>{width}}" for name, width in SHOWN.items())
         lines.append("  ".join(cells))
-    for row in judged.ablation:
-        lines.append(
-            f"without {row['off']}: {row['of']} {row['ms']:.3f} ms -> {row['is']} "
-            f"{row['ms_without']:.3f} ms, worth {row['worth']:.3f}x"
-        )
+    lines += [
+        f"without {row['off']}: {row['of']} {row['ms']:.3f} ms -> {row['is']} "
+        f"{row['ms_without']:.3f} ms, worth {row['worth']:.3f}x"
+        for row in judged.ablation
+    ]
+    lines += [f"{r['variant']}: {r['note']}" for r in judged.rows if r["ms"] and r["recorded_ms"]]
     if (best := judged.best) is not None:
         lines.append(_verdict(best))
     return "\n".join(lines)
@@ -201,7 +205,7 @@ def write(
                                "ablation": each.ablation}}
         for result, each in zip(results, judged, strict=True)
     ]  # fmt: skip
-    text = json.dumps({"cases": content, "failures": dict(failures)}, indent=1)
+    text = json.dumps({"cases": content, "failures": dict(failures)})
     (folder / "results.json").write_text(text, encoding="utf-8")
     rows = [row for each in judged for row in each.rows]
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from dynaflow_train.bench.figures import Phases
     from dynaflow_train.bench.steps import Clock, PlainStep
 

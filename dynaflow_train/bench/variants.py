@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import dynaflow_train as df
+from dynaflow_train import api
 from dynaflow_train.bench.models import build, share
 from dynaflow_train.bench.steps import Batch, Clock, GraphStep, PlainStep
 from dynaflow_train.errors import RecipeError
@@ -19,6 +18,8 @@ from dynaflow_train.strategies import BUILT_IN
 from dynaflow_train.strategies.named import parse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from dynaflow_train.bench.cases import Case
@@ -63,7 +64,7 @@ class Bed:
 
     def compiled(self, model: torch.nn.Module) -> torch.nn.Module:
         """With torch.compile for each layer, which is how users compile them."""
-        for layer in df.api.layers_of(model)[1]:
+        for layer in api.layers_of(model)[1]:
             layer.compile(backend="inductor" if self.executor == "inductor" else "aot_eager")
         return model
 
@@ -175,7 +176,7 @@ def strategy_of(line: str) -> tuple[Strategy, bool]:
 def ours(bed: Bed, line: str) -> PlainStep:
     """A strategy on the whole stack of layers."""
     strategy, graph = strategy_of(line)
-    model = df.compile(bed.sharded(), strategy, executor=bed.executor, cuda_graphs=graph)
+    model = api.compile(bed.sharded(), strategy, executor=bed.executor, cuda_graphs=graph)
     return PlainStep(model, bed.batch, bed.clock)
 
 
