@@ -25,11 +25,12 @@ def run(job: Job, seen: Seen) -> dict[str, str]:
     """Measure the job's cases; each that fails, with its error.
 
     Args:
-        job: what to measure; results of earlier runs in its folder are removed first.
+        job: what to measure; results and logs of earlier runs are removed first.
         seen: gets the file of each case as soon as it is there.
     """
-    for case in job.cases:
-        job.result(case).unlink(missing_ok=True)
+    stale = [job.result(case) for case in job.cases]
+    for path in [*stale, *Path(job.out).glob(f"logs/{job.link}.rank*.txt")]:
+        path.unlink(missing_ok=True)
     left, failures = list(job.cases), {}
     while left:
         with tempfile.TemporaryDirectory() as scratch:

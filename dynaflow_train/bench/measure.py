@@ -164,7 +164,7 @@ class CaseRun:
 
 
 def _notes(step: PlainStep) -> dict[str, Any]:
-    """What our engine says of itself: graphs and choices; of a baseline, its own recording."""
+    """What our engine says of itself: choices, graphs, why it runs uncut; what recording took."""
     found = api.explain(step.model)
     recordings = [
         entry.recordings
@@ -175,7 +175,8 @@ def _notes(step: PlainStep) -> dict[str, Any]:
         if entry.recordings is not None
     ]
     recorded = sum(each.milliseconds for each in recordings) if recordings else step.recorded_ms
-    words = [*map(str, found.choices), *found.graphs]
+    reasons = dict.fromkeys(p.plan.reason for p in api.plans(step.model) if p.plan.reason)
+    words = [*map(str, found.choices), *found.graphs, *(f"ran uncut: {r}" for r in reasons)]
     return {"recorded_ms": recorded, "says": "\n".join(words)}
 
 

@@ -106,8 +106,7 @@ def _facts(found: Mapping[str, Any], name: str) -> Row:
     copied, uncut = mine["copied_bytes"], plain.get("copied_bytes")
     peak, plain_peak = mine["peak_mib"], plain.get("peak_mib")
     ms = mine.get("communication_ms")
-    words = [] if ms is not None else ["no kernel intervals on the CPU: hidden_share is n/a"]
-    note = "; ".join([*words, *mine["says"].splitlines()])
+    note = "" if ms is not None else "no kernel intervals on the CPU: hidden_share is n/a"
     return {
         "hidden_share": mine["hidden_ms"] / ms if ms else None,
         "communication_ms": ms,
@@ -122,6 +121,7 @@ def _facts(found: Mapping[str, Any], name: str) -> Row:
         "copied_mib": None if copied is None else copied / MIB,
         "extra_copied_mib": None if None in (copied, uncut) else (copied - uncut) / MIB,
         "gradient_error": mine["gradient_error"],
+        "says": mine["says"],
         "note": note,
     }
 
@@ -163,7 +163,7 @@ def table(judged: Judged) -> str:
         f"{row['ms_without']:.3f} ms, worth {row['worth']:.3f}x"
         for row in judged.ablation
     ]
-    lines += [f"{r['variant']}: {r['note']}" for r in judged.rows if r["ms"] and r["recorded_ms"]]
+    lines += [f"{r['variant']}: {r['says']}" for r in judged.rows if r["says"]]
     if (best := judged.best) is not None:
         lines.append(_verdict(best))
     return "\n".join(lines)

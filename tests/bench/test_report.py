@@ -41,7 +41,7 @@ def test_hidden_share_copies_and_memory(judged):
     assert ours["hidden_share"] == 0.25
     assert (ours["copied_mib"], ours["extra_copied_mib"]) == (3, 2)
     assert ours["peak_ratio"] == pytest.approx(1.05)
-    assert ours["note"] == "stack forward: 1 CUDA graph; stack backward: 1 CUDA graph"
+    assert "dual_batch: stack forward: 1 CUDA graph\nstack backward" in report.table(judged)
 
 
 def test_a_recorded_baseline_is_compared_with_its_own_step_without_collectives():
