@@ -27,7 +27,9 @@ def graph_mib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     segments = torch.cuda.memory_snapshot()
-    private = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+    private = (
+        s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
     return sum(private) / MIB
 
 

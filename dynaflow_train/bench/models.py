@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig, LlamaModel
+from transformers import AttentionInterface, LlamaConfig, LlamaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dynaflow_train.integrations.hf import tensor_parallel
 
 if TYPE_CHECKING:
     from dynaflow_train.bench.cases import Case
+
+# transformers makes no mask for an attention that it does not know. For "sdpa" it looks for packed
+# sequences, which stops the host at every forward; and while a CUDA graph is captured it builds an
+# explicit mask (masking_utils.py, `find_packed_sequence_indices`, `_ignore_causal_mask_sdpa`): the
+# recorded step would run another, slower attention than all others.
+ATTENTION = "dynaflow_bench_sdpa"
 
 
 def config(case: Case, cut: int = 1) -> LlamaConfig:
@@ -25,7 +32,7 @@ def config(case: Case, cut: int = 1) -> LlamaConfig:
         vocab_size=256,
         max_position_embeddings=8192,
         use_cache=False,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+        attn_implementation=ATTENTION,  # pyright: ignore[reportCallIssue]
     )
 
 
@@ -45,6 +52,7 @@ def build(
         UnsupportedError: the layers cannot be cut so.
     """
     ranks = cut if mesh is None else mesh.size()
+    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
     whole = cut if mesh is None else case.cut(ranks) // ranks
     torch.manual_seed(0)
     with torch.device(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from dynaflow_train.bench import cases
 from dynaflow_train.bench.cases import CASES
@@ -67,3 +68,22 @@ def test_models_share_one_copy_of_equal_weights():
     assert all(torch.equal(p, before[n]) for n, p in one.named_parameters())
     share(other, one)
     assert all(p is q for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_no_mask_is_made_and_attention_is_that_of_sdpa(monkeypatch):
+    case, device = CASES["tiny"], torch.device("cpu")
+    ours = build(case, device, torch.float32)
+    plain = build(case, device, torch.float32)
+    plain.config._attn_implementation = "sdpa"
+    inputs = case.inputs(device, torch.float32)
+    seen = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", seen.append)
+    out = ours(**inputs).last_hidden_state
+    assert seen == []
+    torch.testing.assert_close(out, plain(**inputs).last_hidden_state, rtol=0, atol=0)
+    assert len(seen) == 1  # what is left out
+    moved = {"inputs_embeds": inputs["inputs_embeds"].detach().clone()}
+    moved["inputs_embeds"][:, -1] += 1.0
+    after = ours(**moved).last_hidden_state
+    torch.testing.assert_close(after[:, :-1], out[:, :-1])  # causal
+    assert not torch.equal(after[:, -1], out[:, -1])

@@ -46,10 +46,10 @@ def test_cases_are_listed(capsys):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)
 def test_two_ranks_measure_a_case(tmp_path, capsys):
     strategies = ("--strategies", "sequential", "comm_overlap")
-    quick = ("--cases", "tiny", "--executor", "eager", "--rounds", "5", "--limit", "150")
+    quick = ("--cases", "tiny", "--executor", "eager", "--rounds", "5", "--limit", "250")
     code = main([*CPU, *quick, *strategies, "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert code == 0, out + (tmp_path / "logs" / "gloo.rank0.txt").read_text()
