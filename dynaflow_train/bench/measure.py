@@ -69,7 +69,7 @@ class CaseRun:
         for name, each in self.running.items():
             each.facts["cpu_ms"] = timing.cpu_ms(each.step, self.clock)
             each.facts["gradient_error"] = errors.get(name)
-            each.facts |= self._profile(each) | _notes(each.step)
+            each.facts |= self._profile(each) | _notes(each)
         mine = (times, {name: each.facts for name, each in self.running.items()})
         ranks: list[Any] = [None] * self.job.ranks
         dist.all_gather_object(ranks, mine)
@@ -163,19 +163,22 @@ class CaseRun:
         return facts
 
 
-def _notes(step: PlainStep) -> dict[str, Any]:
+def _notes(each: Prepared) -> dict[str, Any]:
     """What our engine says of itself: choices, graphs, why it runs uncut; what recording took."""
-    found = api.explain(step.model)
+    model = each.step.model
+    if each.variant.kind != "ours":
+        return {"recorded_ms": each.step.recorded_ms, "says": ""}
+    found = api.explain(model)
     recordings = [
         entry.recordings
-        for session in api.sessions(step.model)
+        for session in api.sessions(model)
         for capture in session.captures
         for runner in capture.runners
         for entry in runner.entries.values()
         if entry.recordings is not None
     ]
-    recorded = sum(each.milliseconds for each in recordings) if recordings else step.recorded_ms
-    reasons = dict.fromkeys(p.plan.reason for p in api.plans(step.model) if p.plan.reason)
+    recorded = sum(each.milliseconds for each in recordings) if recordings else None
+    reasons = dict.fromkeys(p.plan.reason for p in api.plans(model) if p.plan.reason)
     words = [*map(str, found.choices), *found.graphs, *(f"ran uncut: {r}" for r in reasons)]
     return {"recorded_ms": recorded, "says": "\n".join(words)}
 

@@ -74,11 +74,11 @@ def _run(job: Job, rank: int) -> None:
         job.ready.touch()
     telling = dist.PrefixStore("bench", store)
     for name in job.cases:
-        torch._dynamo.reset()
         found = CaseRun(name, job, device, mesh, telling).measure()
         if rank == 0:  # after every case: a run may be cut short
             _write(job, name, {**found, **_about(job, device)})
         del found
+        torch._dynamo.reset()  # nothing compiled for one case is met by the next
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
