@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES
-from benchmarks.tp_overlap import Timer, step, variants
+from dynaflow_train.bench.cases import CASES
+from dynaflow_train.bench.steps import Batch, Clock
+from dynaflow_train.bench.variants import Bed, variants
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
@@ -27,17 +28,17 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     dist.init_process_group("nccl", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
     case = CASES[options.case]
-    models = variants(case, device, mesh, options)
-    models.pop("eager")
-    inputs = case.inputs(device, torch.bfloat16)
-    gradient = torch.randn_like(inputs["inputs_embeds"]) / case.hidden**0.5
-    for name, model in models.items():
-        for _ in range(5):
-            step(model, inputs, gradient, Timer(device))
+    inputs, clock = case.inputs(device, torch.bfloat16), Clock(device)
+    batch = Batch(inputs, torch.randn_like(inputs["inputs_embeds"]) / case.hidden**0.5)
+    bed = Bed(case, device, torch.bfloat16, mesh, options.executor, batch, clock)
+    for variant in variants(options.strategies)[1:]:  # without eager
+        name, step = variant.name, variant.make(bed)
+        for _ in range(variant.warmups):
+            step()
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             for _ in range(3):
-                times = Timer(device).phases(step(model, inputs, gradient, Timer(device)))
+                times = clock.phases(step())
             torch.cuda.synchronize()
         if rank:
             continue

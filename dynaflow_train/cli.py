@@ -1,18 +1,21 @@
 """The command `dynaflow`: what there is, what a recipe would run, what this machine can do.
 
-Exit codes: 0 fine, 1 this machine cannot run dynaflow_train, 2 the input is wrong.
+Exit codes: 0 fine, 1 this machine cannot run dynaflow_train, or a case of a benchmark failed, 2 the
+input is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from . import doctor, strategies
+from .bench import command as bench
 from .config import Recipe
 from .errors import DynaFlowError, ScheduleError
 from .ir import Phase
@@ -39,8 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="versions, GPUs, links; what will not work here and why")
     plan = commands.add_parser("plan", help="read a plan's text, check its form and print it")
     plan.add_argument("file", type=Path)
+    bench.add_arguments(
+        commands.add_parser("bench", help="time whole steps of strategies and baselines in turn")
+    )
     given = parser.parse_args(arguments)
     try:
+        if given.command == "bench":
+            typed = sys.argv[1:] if arguments is None else arguments
+            return bench.run(given, typed, functools.partial(print, flush=True))
         if given.command == "strategies":
             print(list_strategies())
         elif given.command == "check":

@@ -264,6 +264,11 @@ def _cache() -> Path | None:
     return Path(folder) if folder else default
 
 
+def for_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is started from here, with these changes."""
+    return {**os.environ, **changes}
+
+
 @contextmanager
 def exported_recipe(path: str | Path) -> Generator[None]:
     """Within it, this process and its children find the recipe in the environment."""

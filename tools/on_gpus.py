@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "-p", "no:logging")
-OVERLAP = ("-m", "benchmarks.tp_overlap")
+BENCH = ("-m", "dynaflow_train.cli", "bench")
 STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
               "sequential+graph", "dual_batch+graph")  # fmt: skip
 FIRST, SECOND = ("8b-2x4096", "70b-2x4096"), ("8b-2x1024", "70b-2x1024")
@@ -25,15 +25,15 @@ FIRST, SECOND = ("8b-2x4096", "70b-2x4096"), ("8b-2x1024", "70b-2x1024")
 def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Name -> seconds it may take and what Python runs; the most wanted first."""
     if device == "cpu":
-        tiny = ("--device", "cpu", "--cases", "tiny", "--executor", "eager", "--links", "no-p2p")
-        csv = ("--rounds", "3", "--out", str(out / "tiny.csv"))
-        return {"tests": (300, PYTEST), "tiny": (600, (*OVERLAP, *tiny, *STRATEGIES, *csv))}
+        tiny = ("--device", "cpu", "--cases", "tiny", "--executor", "eager", "--rounds", "3")
+        folder = ("--out", str(out / "tiny"))
+        return {"tests": (300, PYTEST), "tiny": (600, (*BENCH, *tiny, *STRATEGIES, *folder))}
     timed = {
         f"{link}-{tokens}": (
             240,
             tuple(
-                f"{' '.join(OVERLAP)} --cases {' '.join(cases)} --links {link} "
-                f"{' '.join(STRATEGIES)} --rounds {rounds} --out {out}/{link}-{tokens}.csv".split()
+                f"{' '.join(BENCH)} --cases {' '.join(cases)} --links {link} "
+                f"{' '.join(STRATEGIES)} --rounds {rounds} --out {out}/{link}-{tokens}".split()
             ),
         )
         for tokens, cases in (("2x4096", FIRST), ("2x1024", SECOND))

@@ -1,0 +1,151 @@
+"""`dynaflow bench`: reads the command line, runs each link's group, writes what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dynaflow_train.bench import cases
+from dynaflow_train.bench.job import Job
+from dynaflow_train.errors import RecipeError, UnsupportedError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+LINKS = {"cuda": ("nvlink", "no-p2p"), "cpu": ("gloo",)}
+LEAST_ROUNDS = 20  # below, it is a rehearsal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `dynaflow bench` takes."""
+    add = parser.add_argument
+    add("--cases", nargs="+", default=["all"], help="names, with * for anything (default: all)")
+    add("--links", nargs="+", help="nvlink no-p2p; on the CPU gloo (default: all of the device)")
+    add("--strategies", nargs="+", help="'name parameter=value', '+graph' appended for CUDA graphs")
+    add("--rounds", type=int, default=LEAST_ROUNDS, help="steps of each variant (default: 20)")
+    add("--ranks", "--world", type=int, help="(default: all GPUs; 2 on the CPU)")
+    add("--device", choices=tuple(LINKS), help="(default: cuda where there is one)")
+    add("--executor", choices=("inductor", "eager"), default="inductor")
+    add("--ablation", action="store_true", help="also turn off one thing at a time")
+    add("--cold", action="store_true", help="compile each variant with an empty cache")
+    add("--limit", type=float, default=900.0, help="seconds that one case may take (default: 900)")
+    add("--out", type=Path, default=Path("benchmarks/results/bench"), help="folder")
+    add("--commit", help="what is measured, where there is no git to ask")
+    add("--no-charts", action="store_true", help="no pictures, no matplotlib")
+    add("--list", action="store_true", help="list the cases and stop")
+
+
+def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], None]) -> int:
+    """Measure what was asked for.
+
+    Args:
+        given: the arguments.
+        typed: the same as they were typed, for the results.
+        say: gets each case's table as soon as it is there.
+
+    Returns:
+        0, or 1 where a case or a variant failed.
+
+    Raises:
+        RecipeError: a case, link, strategy or number that cannot be.
+        UnsupportedError: too few devices, or a package that is missing.
+    """
+    if given.list:
+        say("\n".join(cases.CASES))
+        return 0
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedError(
+            "the cases are layers of transformers, which is not installed: "
+            "pip install 'dynaflow-train[hf]'"
+        )
+    from dynaflow_train.bench import chart, group, report  # noqa: PLC0415 - need transformers
+
+    links, job = _job(given, typed)
+    if not given.no_charts:
+        chart.check()
+    job_folder = Path(job.out)
+    job_folder.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    judged: list[report.Judged] = []
+    failures: dict[str, str] = {}
+
+    def seen(path: Path) -> None:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        results.append(result)
+        judged.append(report.judge(result))
+        report.write(judged, results, failures, job_folder)
+        say(report.table(judged[-1]) + "\n")
+
+    for link in links:
+        for case, error in group.run(_on(job, link), seen).items():
+            failures[f"{case} {link}"] = error
+            say(f"{case}, {link}: FAILED: {error}\n")
+    if results:
+        report.write(judged, results, failures, job_folder)
+    for case in dict.fromkeys(each.case for each in judged if not given.no_charts):
+        chart.draw([each for each in judged if each.case == case], job_folder / f"{case}.svg")
+    broken = [f"{r['case']} {r['link']} {name}" for r in results for name in r["failed"]]
+    say(f"{len(results)} of {len(links) * len(job.cases)} cases measured; {job_folder}/results.csv")
+    if failures or broken:
+        say(f"failed: {', '.join([*failures, *broken])}")
+    return int(bool(failures or broken))
+
+
+def _on(job: Job, link: str) -> Job:
+    return dataclasses.replace(job, link=link)
+
+
+def _job(given: argparse.Namespace, typed: Sequence[str]) -> tuple[Sequence[str], Job]:
+    """Everything checked before a process starts."""
+    from dynaflow_train.bench import variants  # noqa: PLC0415 - needs transformers
+
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    devices = torch.cuda.device_count() if device == "cuda" else None
+    ranks = given.ranks or devices or 2
+    links = given.links or LINKS[device]
+    for link in links:
+        if link not in LINKS[device]:
+            raise RecipeError(f"no link {link!r} on {device}: there are {', '.join(LINKS[device])}")
+    if devices is not None and ranks > devices:
+        raise UnsupportedError(
+            f"--ranks {ranks} needs {ranks} CUDA devices, found {devices}: ask for fewer ranks, or "
+            "rehearse with --device cpu --cases tiny"
+        )
+    for name, value in (("--rounds", given.rounds), ("--ranks", ranks), ("--limit", given.limit)):
+        if value < 1:
+            raise RecipeError(f"{name} must be at least 1, found {value:g}")
+    names = cases.pick(given.cases)
+    for name in names:
+        cases.CASES[name].cut(ranks)
+    strategies = tuple(given.strategies or variants.STRATEGIES)
+    variants.variants(strategies, ablation=given.ablation)  # refuses what does not exist
+    note = {"commit": given.commit or _commit(), "command": shlex.join(["dynaflow", *typed])}
+    return links, Job(
+        tuple(names), strategies, "", device, ranks, given.rounds, given.executor, given.ablation,
+        given.cold, given.limit, str(given.out), note=note,
+    )  # fmt: skip
+
+
+def _commit() -> str | None:
+    """Of the checkout that runs, "+" behind it where files were changed; None outside of one."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            run = subprocess.run(
+                ["git", "-C", str(here), *words], capture_output=True, text=True, check=False
+            )
+        except OSError:
+            return None
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return commit and commit + ("+" if git("status", "--porcelain", "-uno") else "")

@@ -1,0 +1,62 @@
+"""What a group of ranks is asked to do: written by the command, read by every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+
+@dataclass(frozen=True)
+class Job:
+    """One link, several cases.
+
+    Attributes:
+        cases, strategies: by name, checked.
+        link: "nvlink" (whatever NCCL finds), "no-p2p" (through host memory), or "gloo".
+        out: folder for results and logs. scratch: folder of this group, for its store and errors.
+        limit_s: seconds that a case may take, and that a rank waits for the others.
+        cold: compile every variant with an empty cache of its own.
+        note: what goes into the results as it is: command, commit.
+    """
+
+    cases: tuple[str, ...]
+    strategies: tuple[str, ...]
+    link: str
+    device: Literal["cuda", "cpu"]
+    ranks: int
+    rounds: int
+    executor: Literal["inductor", "eager"]
+    ablation: bool
+    cold: bool
+    limit_s: float
+    out: str
+    scratch: str = ""
+    note: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("cases", "strategies"):
+            content[key] = tuple(content[key])
+        return cls(**content)
+
+    def result(self, case: str) -> Path:
+        """Where the result of a case goes."""
+        return Path(self.out) / f"{case}.{self.link}.json"
+
+    def error(self, rank: int) -> Path:
+        """Where a rank leaves what made it fail."""
+        return Path(self.scratch) / f"error.{rank}"
+
+    @property
+    def ready(self) -> Path:
+        """Exists once the ranks have found each other."""
+        return Path(self.scratch) / "ready"

@@ -1,0 +1,44 @@
+"""Reserved device memory, graph pools included."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 2**20
+
+
+def reserved_mib(device: torch.device) -> float | None:
+    """What the allocator holds once everything unused is given back; None on the CPU."""
+    gc.collect()
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) / MIB
+
+
+def graph_mib(device: torch.device) -> float | None:
+    """Of it, in pools of CUDA graphs."""
+    if device.type != "cuda":
+        return None
+    segments = torch.cuda.memory_snapshot()
+    private = (
+        s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
+    return sum(private) / MIB
+
+
+def peak_mib(run: Callable[[], object], device: torch.device, before: float | None) -> float | None:
+    """Peak of a few runs beyond `before`, which was taken before anything was compiled."""
+    if device.type != "cuda" or before is None:
+        return None
+    reserved_mib(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        run()
+    return torch.cuda.max_memory_reserved(device) / MIB - before

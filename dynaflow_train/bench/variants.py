@@ -1,0 +1,196 @@
+"""Everything a case is run with: baselines, our strategies, and the same without collectives.
+
+A new baseline is one function from a `Bed` to a step, and a line in `BASELINES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dynaflow_train import api
+from dynaflow_train.bench.models import build, share
+from dynaflow_train.bench.steps import Batch, Clock, GraphStep, PlainStep
+from dynaflow_train.errors import RecipeError
+from dynaflow_train.strategies import BUILT_IN
+from dynaflow_train.strategies.named import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from dynaflow_train.bench.cases import Case
+    from dynaflow_train.strategy import Strategy
+
+GRAPH, TOGETHER = "+graph", "split_wgrad=false"
+WITHOUT = ", no collectives"
+
+
+@dataclass
+class Bed:
+    """Where the variants of one case are made.
+
+    Attributes:
+        mesh: the ranks.
+        executor: what compiles: "inductor", or "eager" for a rehearsal.
+        weights: the first sharded model, whose parameters the others use.
+    """
+
+    case: Case
+    device: torch.device
+    dtype: torch.dtype
+    mesh: Any
+    executor: Literal["inductor", "eager"]
+    batch: Batch
+    clock: Clock
+    weights: torch.nn.Module | None = None
+
+    def sharded(self, *, own: bool = False) -> torch.nn.Module:
+        """A tensor-parallel model, on shared weights unless it wants its own."""
+        model = build(self.case, self.device, self.dtype, mesh=self.mesh)
+        if self.weights is None:
+            self.weights = model
+        elif not own:
+            share(model, self.weights)
+        return model
+
+    def bare(self) -> torch.nn.Module:
+        """A model of the same local shapes without collectives."""
+        cut = self.case.cut(self.mesh.size())
+        return build(self.case, self.device, self.dtype, cut=cut)
+
+    def compiled(self, model: torch.nn.Module) -> torch.nn.Module:
+        """With torch.compile for each layer, which is how users compile them."""
+        for layer in api.layers_of(model)[1]:
+            layer.compile(backend="inductor" if self.executor == "inductor" else "aot_eager")
+        return model
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a case.
+
+    Attributes:
+        make: builds it; nothing is compiled before the first call.
+        kind: "baseline", "ours", or "without" (collectives removed).
+        graph: whether it needs CUDA graphs.
+        warmups: steps before it is timed.
+    """
+
+    name: str
+    make: Callable[[Bed], PlainStep]
+    kind: Literal["baseline", "ours", "without"] = "baseline"
+    graph: bool = False
+    warmups: int = 5
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run there, or None."""
+        if self.graph and device.type != "cuda":
+            return f"CUDA graphs need a CUDA device, this is {device.type}"
+        return None
+
+
+def eager(bed: Bed) -> PlainStep:
+    """The host as shipped."""
+    return PlainStep(bed.sharded(), bed.batch, bed.clock)
+
+
+def compiled(bed: Bed) -> PlainStep:
+    """torch.compile for each layer."""
+    return PlainStep(bed.compiled(bed.sharded()), bed.batch, bed.clock)
+
+
+def compiled_graph(bed: Bed) -> PlainStep:
+    """The same, the whole step in one CUDA graph.
+
+    On weights of its own: autograd's node of a shared one may stay from a step on another stream,
+    which a capture refuses.
+    """
+    return GraphStep(bed.compiled(bed.sharded(own=True)), bed.batch, bed.clock)
+
+
+def bare(bed: Bed) -> PlainStep:
+    """`compiled`, collectives removed."""
+    return PlainStep(bed.compiled(bed.bare()), bed.batch, bed.clock)
+
+
+def bare_graph(bed: Bed) -> PlainStep:
+    """`compiled_graph`, collectives removed."""
+    return GraphStep(bed.compiled(bed.bare()), bed.batch, bed.clock)
+
+
+EAGER, UNCUT = "eager", "compile"  # the host as shipped; the step that copies nothing for a cut
+BASELINES = (
+    Variant(EAGER, eager),
+    Variant(UNCUT, compiled),
+    Variant(UNCUT + GRAPH, compiled_graph, graph=True),
+)
+BARE = (
+    Variant(UNCUT + WITHOUT, bare, "without"),
+    Variant(UNCUT + GRAPH + WITHOUT, bare_graph, "without", graph=True),
+)
+STRATEGIES = (
+    "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
+    "sequential+graph", "comm_overlap+graph", "dual_batch+graph", "nanoflow+graph", "auto+graph",
+)  # fmt: skip
+ABLATION = (  # what is turned off, the whole, the whole without it
+    ("CUDA graphs", "auto+graph", "auto"),
+    ("dynamic choice", "auto+graph", "dual_batch+graph"),
+    ("wgrad deferral", "dual_batch+graph", f"dual_batch {TOGETHER}+graph"),
+)
+
+
+def bare_of(baseline: str, names: Sequence[str]) -> str:
+    """The baseline's own step without collectives; plain `compile`'s where it has none."""
+    own = baseline + WITHOUT
+    return own if own in names else UNCUT + WITHOUT
+
+
+def strategy_of(line: str) -> tuple[Strategy, bool]:
+    """A strategy, and whether it is recorded as CUDA graphs.
+
+    Args:
+        line: `name parameter=value ...`, then `+graph`. `split_wgrad=false` keeps the gradients of
+            parameters in the ops of the activations' gradients.
+
+    Raises:
+        RecipeError: no such strategy or parameter, with the nearest that exists.
+    """
+    text, graph = line.removesuffix(GRAPH), line.endswith(GRAPH)
+    words = text.split()
+    together = TOGETHER in words
+    strategy = parse(BUILT_IN, " ".join(word for word in words if word != TOGETHER))
+    if not together:
+        return strategy, graph
+    if len(strategy.alternatives) > 1:
+        raise RecipeError(f"{line!r}: {TOGETHER} is a setting of one strategy, auto tries several")
+    kind = type(strategy)
+    plain = type(f"{kind.__name__}Together", (kind,), {"split_wgrad": False, "name": kind.name})
+    fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(kind)}
+    return plain(**fields), graph
+
+
+def ours(bed: Bed, line: str) -> PlainStep:
+    """A strategy on the whole stack of layers."""
+    strategy, graph = strategy_of(line)
+    model = api.compile(bed.sharded(), strategy, executor=bed.executor, cuda_graphs=graph)
+    return PlainStep(model, bed.batch, bed.clock)
+
+
+def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
+    """Baselines, strategies, and the steps without collectives, in the order of their turns.
+
+    Raises:
+        RecipeError: as `strategy_of`.
+    """
+    asked = [*lines, *(name for _, *pair in ABLATION for name in pair if ablation)]
+    found = list(BASELINES)
+    for line in dict.fromkeys(asked):
+        strategy, graph = strategy_of(line)
+        warmups = 40 if strategy.name == "auto" else 10  # until it has chosen; until it is recorded
+        make = functools.partial(ours, line=line)
+        found.append(Variant(line, make, "ours", graph, warmups))
+    return [*found, *BARE]

@@ -1,0 +1,70 @@
+"""`dynaflow bench` as typed: what it refuses, and one real run of two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from dynaflow_train.cli import main
+
+CPU = ("bench", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--cases", "tinny"), "no case 'tinny'. Did you mean 'tiny'? There are "),
+        (
+            ("--cases", "tiny", "--strategies", "dual_bach+graph"),
+            "no strategy 'dual_bach'. Did you mean 'dual_batch'?",
+        ),
+        (
+            ("--cases", "tiny", "--strategies", "dual_batch micro_batch=2"),
+            "has no parameter 'micro_batch'. Did you mean 'micro_batches'?",
+        ),
+        (
+            ("--cases", "tiny", "--strategies", "auto split_wgrad=false"),
+            "split_wgrad=false is a setting of one strategy, auto tries several",
+        ),
+        (("--cases", "tiny", "--links", "nvlink"), "no link 'nvlink' on cpu: there are gloo"),
+        (("--cases", "tiny", "--rounds", "0"), "--rounds must be at least 1, found 0"),
+        (("--cases", "tiny", "--ranks", "4"), "'tiny' has kv_heads = 2, which TP 4 does not"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_runs(words, message, capsys, tmp_path):
+    assert main([*CPU, *words, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_cases_are_listed(capsys):
+    assert main(["bench", "--list"]) == 0
+    assert {"tiny", "8b-2x4096-tp8"} <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_measure_a_case(tmp_path, capsys):
+    strategies = ("--strategies", "sequential", "comm_overlap")
+    quick = ("--cases", "tiny", "--executor", "eager", "--rounds", "5", "--limit", "250")
+    code = main([*CPU, *quick, *strategies, "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert code == 0, out + (tmp_path / "logs" / "gloo.rank0.txt").read_text()
+    assert "1 of 1 cases measured" in out
+    with (tmp_path / "results.csv").open() as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    ran = {"eager", "compile", "sequential", "comm_overlap", "compile, no collectives"}
+    assert {name for name, row in rows.items() if row["ms"]} == ran
+    assert rows["compile+graph"]["note"] == ("skipped: CUDA graphs need a CUDA device, this is cpu")
+    for name in ("compile", "sequential", "comm_overlap"):
+        assert 0 < float(rows[name]["ms"]) < 10_000
+        assert float(rows[name]["gradient_error"]) < 1e-5
+    assert float(rows["eager"]["gradient_error"]) == 0
+    (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
+    times = case["variants"]["comm_overlap"]["times"]
+    assert [len(rank) for rank in times] == [5, 5]
+    assert (case["ranks"], case["rounds"]) == (2, 5)
+    assert (tmp_path / "tiny.svg").read_text().count("comm_overlap") >= 1
