@@ -1,0 +1,1 @@
+"""`dynaflow bench`: whole steps of strategies and baselines, interleaved, compared fairly."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
-from dynaflow_train.bench.cases import CASES
-from dynaflow_train.bench.steps import Batch, Clock
-from dynaflow_train.bench.variants import Bed, variants
+from dynaflow_train.benchmarks.cases import CASES
+from dynaflow_train.benchmarks.steps import Batch, Clock
+from dynaflow_train.benchmarks.variants import Bed, variants
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:

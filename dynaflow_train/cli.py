@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from . import doctor, strategies
-from .bench import command as bench
+from .benchmarks import command as bench
 from .config import Recipe
 from .errors import DynaFlowError, ScheduleError
 from .ir import Phase

@@ -1,6 +1,6 @@
 """All that a machine with GPUs must show, in one call: the tests, then the timings.
 
-    python -m tools.on_gpus --out results                       # two GPUs, about 15 minutes
+    python -m tools.on_gpus --out results                       # two GPUs; --only picks parts
     python -m tools.on_gpus --out results --device cpu          # a rehearsal, a few minutes
 
 Each part has its own time limit and its own log in the folder, so that one that hangs or fails
@@ -19,7 +19,8 @@ PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "-p", "no
 BENCH = ("-m", "dynaflow_train.cli", "bench")
 STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
               "sequential+graph", "dual_batch+graph")  # fmt: skip
-FIRST, SECOND = ("8b-2x4096", "70b-2x4096"), ("8b-2x1024", "70b-2x1024")
+CASES = ("8b-2x4096", "8b-2x1024", "70b-2x4096", "70b-2x1024")
+LINKS = ("nvlink", "no-p2p")
 
 
 def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str, ...]]]:
@@ -28,18 +29,13 @@ def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str
         tiny = ("--device", "cpu", "--cases", "tiny", "--executor", "eager", "--rounds", "3")
         folder = ("--out", str(out / "tiny"))
         return {"tests": (300, PYTEST), "tiny": (600, (*BENCH, *tiny, *STRATEGIES, *folder))}
-    timed = {
-        f"{link}-{tokens}": (
-            240,
-            tuple(
-                f"{' '.join(BENCH)} --cases {' '.join(cases)} --links {link} "
-                f"{' '.join(STRATEGIES)} --rounds {rounds} --out {out}/{link}-{tokens}".split()
-            ),
-        )
-        for tokens, cases in (("2x4096", FIRST), ("2x1024", SECOND))
-        for link in ("nvlink", "no-p2p")
-    }
-    return {"tests": (420, PYTEST), **timed}
+    found: dict[str, tuple[int, tuple[str, ...]]] = {"tests": (420, PYTEST)}
+    for case in CASES:
+        for link in LINKS:  # the second finds everything compiled by the first
+            where = ("--cases", case, "--links", link, "--out", str(out / f"{link}-{case}"))
+            run = (*BENCH, *where, "--rounds", str(rounds), *STRATEGIES)
+            found[f"{link}-{case}"] = (420 if link == LINKS[0] else 240, run)
+    return found
 
 
 def main() -> int:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from dynaflow_train.bench import cases
-from dynaflow_train.bench.cases import CASES
-from dynaflow_train.bench.models import build, config, share
+from dynaflow_train.benchmarks import cases
+from dynaflow_train.benchmarks.cases import CASES
+from dynaflow_train.benchmarks.models import build, config, share
 from dynaflow_train.errors import RecipeError, UnsupportedError
 
 

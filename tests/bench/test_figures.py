@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dynaflow_train.bench import figures
+from dynaflow_train.benchmarks import figures
 
 
 def test_median_and_quartiles():

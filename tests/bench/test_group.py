@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dynaflow_train.bench import group
-from dynaflow_train.bench.job import Job
+from dynaflow_train.benchmarks import group
+from dynaflow_train.benchmarks.job import Job
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynaflow_train.bench.job import Job
-from dynaflow_train.bench.measure import CaseRun
-from dynaflow_train.bench.variants import EAGER, Variant, eager
+from dynaflow_train.benchmarks.job import Job
+from dynaflow_train.benchmarks.measure import CaseRun
+from dynaflow_train.benchmarks.variants import EAGER, Variant, eager
 from tests.ranks import run_ranks
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynaflow_train.bench import profiling
-from dynaflow_train.bench.steps import Clock
+from dynaflow_train.benchmarks import profiling
+from dynaflow_train.benchmarks.steps import Clock
 
 NCCL, GEMM = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "nvjet_tst_128x256"
 

@@ -8,7 +8,7 @@ from importlib import util
 
 import pytest
 
-from dynaflow_train.bench import chart, report
+from dynaflow_train.benchmarks import chart, report
 from dynaflow_train.errors import UnsupportedError
 from tests.bench.results import result, variant
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import dynaflow_train as df
-from benchmarks.cases import Case, build
 from dynaflow_train import api
+from dynaflow_train.benchmarks.cases import Case
+from dynaflow_train.benchmarks.models import build
 from dynaflow_train.execute.interpret import interpret
 from tests.ranks import run_ranks
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dynaflow_train.bench.figures import Phases
-    from dynaflow_train.bench.steps import Clock, PlainStep
+    from dynaflow_train.benchmarks.figures import Phases
+    from dynaflow_train.benchmarks.steps import Clock, PlainStep
 
 Times = dict[str, list["Phases"]]
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dynaflow_train.bench.report import Judged
+    from dynaflow_train.benchmarks.report import Judged
 
 COLOURS = {"baseline": "#8C8C8C", "ours": "#4C78A8", "without": "#D9D9D9"}
 WORDS = {"baseline": "baseline", "ours": "dynaflow", "without": "collectives removed"}

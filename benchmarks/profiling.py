@@ -22,7 +22,7 @@ from dynaflow_train.report import _gaps, _union
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dynaflow_train.bench.steps import Clock
+    from dynaflow_train.benchmarks.steps import Clock
 
 Event = dict[str, Any]
 REPEATS = 2  # steps in a trace

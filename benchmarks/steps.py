@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from dynaflow_train.bench.figures import Phases
+    from dynaflow_train.benchmarks.figures import Phases
 
 Stamps = tuple[Any, Any, Any]
 
@@ -46,7 +46,7 @@ class Clock:
     def finish(self) -> None:
         """Wait until the device has done everything."""
         if self.is_cuda:
-            torch.cuda.synchronize(self.device)  # noqa: TID251 - never inside a timed step
+            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch._inductor.utils import fresh_cache
 
 from dynaflow_train import api
-from dynaflow_train.bench import memory, profiling, timing
-from dynaflow_train.bench.cases import CASES
-from dynaflow_train.bench.steps import Batch, Clock, PlainStep
-from dynaflow_train.bench.variants import EAGER, Bed, Variant, variants
+from dynaflow_train.benchmarks import memory, profiling, timing
+from dynaflow_train.benchmarks.cases import CASES
+from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
+from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
 
 if TYPE_CHECKING:
-    from dynaflow_train.bench.job import Job
+    from dynaflow_train.benchmarks.job import Job
 
 PATIENCE_S = 60.0  # how long a rank whose variant failed waits to hear of the others
 

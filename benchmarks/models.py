@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dynaflow_train.integrations.hf import tensor_parallel
 
 if TYPE_CHECKING:
-    from dynaflow_train.bench.cases import Case
+    from dynaflow_train.benchmarks.cases import Case
 
 # transformers makes no mask for an attention that it does not know. For "sdpa" it looks for packed
 # sequences, which stops the host at every forward; and while a CUDA graph is captured it builds an

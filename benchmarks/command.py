@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynaflow_train.bench import cases
-from dynaflow_train.bench.job import Job
+from dynaflow_train.benchmarks import cases
+from dynaflow_train.benchmarks.job import Job
 from dynaflow_train.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
             "the cases are layers of transformers, which is not installed: "
             "pip install 'dynaflow-train[hf]'"
         )
-    from dynaflow_train.bench import chart, group, report  # noqa: PLC0415 - need transformers
+    from dynaflow_train.benchmarks import chart, group, report  # noqa: PLC0415 - need transformers
 
     links, job = _job(given, typed)
     if not given.no_charts:
@@ -105,7 +105,7 @@ def _on(job: Job, link: str) -> Job:
 
 def _job(given: argparse.Namespace, typed: Sequence[str]) -> tuple[Sequence[str], Job]:
     """Everything checked before a process starts."""
-    from dynaflow_train.bench import variants  # noqa: PLC0415 - needs transformers
+    from dynaflow_train.benchmarks import variants  # noqa: PLC0415 - needs transformers
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     devices = torch.cuda.device_count() if device == "cuda" else None

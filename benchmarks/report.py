@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynaflow_train.bench import figures
-from dynaflow_train.bench.timing import slowest
-from dynaflow_train.bench.variants import ABLATION, EAGER, UNCUT, bare_of
+from dynaflow_train.benchmarks import figures
+from dynaflow_train.benchmarks.timing import slowest
+from dynaflow_train.benchmarks.variants import ABLATION, EAGER, UNCUT, bare_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

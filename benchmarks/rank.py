@@ -1,4 +1,4 @@
-"""One rank of a group, `python -m dynaflow_train.bench.rank job.json`: runs its cases in order.
+"""One rank of a group, `python -m dynaflow_train.benchmarks.rank job.json`: runs its cases in turn.
 
 A case that raises ends the rank: its peers may stand in a collective, and the process group is of
 no use any more. The command starts another group for the cases that are left.
@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from dynaflow_train.bench.job import Job
-from dynaflow_train.bench.measure import CaseRun
+from dynaflow_train.benchmarks.job import Job
+from dynaflow_train.benchmarks.measure import CaseRun
 from dynaflow_train.config import environment
 
 

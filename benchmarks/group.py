@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dynaflow_train.config import MULTICAST_OFF, for_child
 
 if TYPE_CHECKING:
-    from dynaflow_train.bench.job import Job
+    from dynaflow_train.benchmarks.job import Job
 
 GRACE_S = 15.0  # after a rank failed, the others may fail alike and say so
 
@@ -64,7 +64,7 @@ def _start(job: Job, scratch: Path) -> list[subprocess.Popen[bytes]]:
         with (logs / f"{job.link}.rank{rank}.txt").open("ab") as log:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "dynaflow_train.bench.rank", str(path)],
+                    [sys.executable, "-m", "dynaflow_train.benchmarks.rank", str(path)],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=for_child(own),

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
-from dynaflow_train.bench.models import build, share
-from dynaflow_train.bench.steps import Batch, Clock, GraphStep, PlainStep
+from dynaflow_train.benchmarks.models import build, share
+from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
 from dynaflow_train.errors import RecipeError
 from dynaflow_train.strategies import BUILT_IN
 from dynaflow_train.strategies.named import parse
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dynaflow_train.bench.cases import Case
+    from dynaflow_train.benchmarks.cases import Case
     from dynaflow_train.strategy import Strategy
 
 GRAPH, TOGETHER = "+graph", "split_wgrad=false"

@@ -1,1 +1,0 @@
-"""`dynaflow bench`: whole steps of strategies and baselines, interleaved, compared fairly."""
