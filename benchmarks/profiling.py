@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from dynaflow_train.report import _gaps, _union
+from dynaflow_train.report import gaps, union
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,11 +88,11 @@ def communication(events: Sequence[Event]) -> Communication:
         else:
             spans[stream].append(span)
     busy = {
-        stream: _union(s for other, found in spans.items() if other != stream for s in found)
+        stream: union(s for other, found in spans.items() if other != stream for s in found)
         for stream in {stream for stream, _ in ours}
     }
     whole = sum(end - start for _, (start, end) in ours)
-    exposed = sum(end - start for s, span in ours for start, end in _gaps(span, busy[s]))
+    exposed = sum(end - start for s, span in ours for start, end in gaps(span, busy[s]))
     return Communication(whole / 1e3 / REPEATS, (whole - exposed) / 1e3 / REPEATS)
 
 

@@ -14,7 +14,9 @@ from dynaflow_train import api
 from dynaflow_train.benchmarks.models import build, share
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
 from dynaflow_train.errors import RecipeError
+from dynaflow_train.execute.graphs import UNTIL_RECORDED
 from dynaflow_train.strategies import BUILT_IN
+from dynaflow_train.strategies.auto import Auto
 from dynaflow_train.strategies.named import parse
 
 if TYPE_CHECKING:
@@ -180,6 +182,14 @@ def ours(bed: Bed, line: str) -> PlainStep:
     return PlainStep(model, bed.batch, bed.clock)
 
 
+def warmups(strategy: Strategy, *, graph: bool) -> int:
+    """Steps until nothing changes any more: `auto` has chosen; then it is measured and recorded."""
+    if not isinstance(strategy, Auto):
+        return 10
+    each = strategy.warmups + strategy.samples + (UNTIL_RECORDED if graph else 0)
+    return each * len(strategy.alternatives) + 10
+
+
 def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
 
@@ -190,7 +200,6 @@ def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
     found = list(BASELINES)
     for line in dict.fromkeys(asked):
         strategy, graph = strategy_of(line)
-        warmups = 40 if strategy.name == "auto" else 10  # until it has chosen; until it is recorded
         make = functools.partial(ours, line=line)
-        found.append(Variant(line, make, "ours", graph, warmups))
+        found.append(Variant(line, make, "ours", graph, warmups(strategy, graph=graph)))
     return [*found, *BARE]

@@ -283,6 +283,10 @@ class _Stages:
             slots.ticketed,
             lambda node: packet_name(node) in SIZE_OPERATORS,
         )
+        parameters = self.batch.parameters
+        if len(parameters) == len(facts.placeholders):  # AOTAutograd kept the inputs as they were
+            places = tuple(place for place, is_one in enumerate(parameters) if is_one)
+            facts = replace(facts, parameters=places)
 
         def make_plan(*context: Any) -> Any:
             return session.plan(strategy, self.capture, *context)

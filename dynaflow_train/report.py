@@ -138,11 +138,11 @@ def exposed_spans(
     computes, streams = _computes(plan, region), [launch.stream for launch in plan.launches]
     spans = {each.launch: (each.start_ms, each.end_ms) for each in intervals}
     busy = {
-        stream: _union(s for at, s in spans.items() if computes[at] and streams[at] != stream)
+        stream: union(s for at, s in spans.items() if computes[at] and streams[at] != stream)
         for stream in plan.streams
     }
     return {
-        at: _gaps(span, busy[streams[at]]) for at, span in sorted(spans.items()) if not computes[at]
+        at: gaps(span, busy[streams[at]]) for at, span in sorted(spans.items()) if not computes[at]
     }
 
 
@@ -208,7 +208,7 @@ class _Why:
         return not self.needs(max(one, other), min(one, other))
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """The same time as disjoint spans in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -219,21 +219,21 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _gaps(span: Span, busy: Sequence[Span]) -> tuple[Span, ...]:
+def gaps(span: Span, busy: Sequence[Span]) -> tuple[Span, ...]:
     """The parts of `span` outside `busy`, which is disjoint and in order."""
     start, end = span
-    gaps: list[Span] = []
+    found: list[Span] = []
     for busy_start, busy_end in busy:
         if busy_end <= start:
             continue
         if busy_start >= end:
             break
         if busy_start > start:
-            gaps.append((start, busy_start))
+            found.append((start, busy_start))
         start = busy_end
     if start < end:
-        gaps.append((start, end))
-    return tuple(gaps)
+        found.append((start, end))
+    return tuple(found)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

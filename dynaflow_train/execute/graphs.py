@@ -4,23 +4,27 @@ A recording reads and writes fixed memory. What a call hands out is that memory,
 only when nobody holds a result of its last call any more; until then another recording runs, as
 many as forwards are in flight, up to a limit, beyond which calls run launch by launch. Tensors that
 stand elsewhere at every call are copied in; those that stay where they are (parameters, what the
-forward's recording saved) are read in place.
+forward's recording saved) are read in place. Equal layers share a context and not their parameters:
+each place where these stand has recordings of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 MOST_RECORDINGS = 4  # of one context that are in flight at once
 WARMUPS = 3  # calls before the first recording: kernels are loaded, the third is measured
 UNTIL_RECORDED = WARMUPS + 2  # calls until forward and backward are recorded, if nothing moves
-MOST_MOVES = 3  # as often a tensor may turn out to move after all
+MOST_MOVES = 3  # as often something may turn out to move after all
+MOST_PLACES = 1024  # where the parameters of one context may stand: more are no layers
+
+Key = int | tuple[int, ...]  # a forward's ticket, or where parameters stand
 
 Call = Callable[[list[Any]], list[Any]]
 
@@ -137,19 +141,22 @@ class Recordings:
     Attributes:
         recorder: how calls are recorded.
         used: places of the arguments that the program reads.
-        tickets: of a forward that saves them; without, only this phase is recorded.
+        parameters: of these, a forward's parameters.
+        tickets: of a forward that saves them.
         milliseconds: what recording took, all in all.
         why_not: why calls are not recorded any more, or None.
+        made: by the forward's ticket in a backward, by where parameters stand in a forward.
     """
 
     recorder: Recorder
-    used: Collection[int]
+    used: frozenset[int]
+    parameters: tuple[int, ...] = ()
     tickets: Tickets | None = None
     milliseconds: float = 0.0
     why_not: str | None = None
-    made: dict[int, list[Recording]] = field(default_factory=dict[int, list[Recording]])
+    made: dict[Key, list[Recording]] = field(default_factory=dict[Key, list[Recording]])
     _moving: set[int] = field(default_factory=set[int])
-    _seen: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
+    _seen: dict[Key, dict[int, int]] = field(default_factory=dict[Key, dict[int, int]])
     _moves: int = 0
 
     def __str__(self) -> str:
@@ -157,19 +164,23 @@ class Recordings:
         text = f"{number} CUDA graph{'s' * (number != 1)}, {self.milliseconds:.0f} ms to record"
         return text if self.why_not is None else f"runs launch by launch: {self.why_not}"
 
-    def find(self, call: Call, calls: int, arguments: list[Any], ticket: int) -> Recording | None:
+    def find(
+        self, call: Call, calls: int, arguments: list[Any], ticket: int | None = None
+    ) -> Recording | None:
         """A recording that may run now, made if there is none; None to run launch by launch.
 
         Args:
             call: what is recorded.
             calls: how often this context ran, this call included.
             arguments: of this call.
-            ticket: of the forward whose backward this is, since it says where saved tensors
-                stand; or -1.
+            ticket: of the forward whose backward this is: it says where saved tensors stand.
         """
-        if self.why_not is not None or self._still_warming(calls, arguments, ticket):
+        if self.why_not is not None:
             return None
-        known = self.made.setdefault(ticket, [])
+        key = tuple(arguments[i].data_ptr() for i in self.parameters) if ticket is None else ticket
+        if self._still_warming(calls, arguments, key):
+            return None
+        known = self.made.setdefault(key, [])
         for recording in list(known):
             if not recording.fits(arguments):
                 self._note_moves(recording, arguments)
@@ -181,40 +192,43 @@ class Recordings:
             return None
         return self._record(call, arguments, known)
 
-    def _still_warming(self, calls: int, arguments: Sequence[Any], ticket: int) -> bool:
+    def _still_warming(self, calls: int, arguments: Sequence[Any], key: Key) -> bool:
         """Note where tensors stand; what stood elsewhere before is copied from then on."""
-        if self.made.get(ticket):
+        if self.made.get(key):
             return False
-        now = {i: a.data_ptr() for i, a in enumerate(arguments) if self._is_used(i, a)}
-        before = self._seen.get(ticket)
-        self._seen[ticket] = now
+        now = {
+            i: a.data_ptr()
+            for i, a in enumerate(arguments)
+            if i in self.used and isinstance(a, Tensor)
+        }
+        before = self._seen.get(key)
+        if before is None and isinstance(key, tuple):
+            self._note_place()
+        self._seen[key] = now
         if before is not None:
             self._moving |= {i for i, at in now.items() if before.get(i, at) != at}
-        return before is None or calls <= WARMUPS
+        return self.why_not is not None or before is None or calls <= WARMUPS
 
-    def _is_used(self, index: int, argument: Any) -> bool:
-        return index in self.used and isinstance(argument, Tensor)
+    def _note_place(self) -> None:
+        """Parameters stand where none stood before: another layer's, or they move."""
+        self._moves += any(self.made.values())
+        if self._moves > MOST_MOVES or len(self._seen) >= MOST_PLACES:
+            self._stop("parameters stand elsewhere at every step (sharded ones do)")
 
     def _note_moves(self, recording: Recording, arguments: Sequence[Any]) -> None:
-        self._moves += 1
         moved = {i for i, at in recording.addresses.items() if arguments[i].data_ptr() != at}
+        self._moves += not moved <= self._moving  # else another recording told of it
         self._moving |= moved
-        if any(isinstance(arguments[i], nn.Parameter) for i in moved):
-            self.why_not = "parameters stand elsewhere at every step (sharded ones do)"
-        elif self._moves > MOST_MOVES:
-            self.why_not = f"tensors moved {self._moves} times after calls were recorded"
+        if self._moves > MOST_MOVES:
+            self._stop(f"tensors moved {self._moves} times after calls were recorded")
 
-    def _record(
-        self,
-        call: Call,
-        arguments: list[Any],
-        known: list[Recording],
-    ) -> Recording | None:
+    def _stop(self, reason: str) -> None:
+        self.why_not = reason
+        self.forget()
+
+    def _record(self, call: Call, arguments: list[Any], known: list[Recording]) -> Recording | None:
         begin = time.perf_counter()
-        tensors = {i: a for i, a in enumerate(arguments) if self._is_used(i, a)}
-        if self._moving & {i for i, a in tensors.items() if isinstance(a, nn.Parameter)}:
-            self.why_not = "parameters stand elsewhere at every step (sharded ones do)"
-            return None
+        tensors = {i: arguments[i] for i in self.used if isinstance(arguments[i], Tensor)}
         inputs = {
             i: torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device).copy_(a)
             for i, a in tensors.items()
@@ -224,7 +238,7 @@ class Recordings:
         try:
             results, replay = self.recorder.record(call, list(given))
         except RuntimeError as error:
-            self.why_not = f"it cannot be recorded: {str(error).splitlines()[0]}"
+            self._stop(f"it cannot be recorded: {str(error).splitlines()[0]}")
             return None
         places: dict[int, Any] = {
             id(a): Place(i) for i, a in enumerate(given) if isinstance(a, Tensor)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dynaflow_train.execute.compile import OpCompiler
     from dynaflow_train.execute.program import Program
 
+UNKNOWN_PARAMETERS = "it is not known which inputs are parameters, and stay where they are"
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
 MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
@@ -72,6 +73,7 @@ class GraphFacts:
         num_outputs: results before the saved ones (all of them in a backward).
         saved, slotted, count, ticketed, others: see `capture.slots.Slots`; empty without slots.
         is_size: see `specialise.Sizes`.
+        parameters: places of a forward's parameters among the placeholders; None if not known.
     """
 
     graph: fx.Graph
@@ -83,6 +85,7 @@ class GraphFacts:
     count: int = 1
     ticketed: bool = False
     is_size: Callable[[fx.Node], bool] = lambda node: False
+    parameters: tuple[int, ...] | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -152,11 +155,12 @@ class Runner:
         """What is replayed in place of a call: of a backward, if its forward was replayed."""
         if entry.recordings is None or _is_capturing():
             return None
+        if not self._backward:
+            return entry.recordings.find(entry.call, calls, arguments)
         ticket = self._ticket(arguments)
-        if self._backward and not (ticket in self.records and self.records[ticket].recorded):
+        if ticket not in self.records.live or not self.records[ticket].recorded:
             return None
-        if self._backward:
-            self.records.followers.setdefault(ticket, entry.recordings)
+        self.records.followers.setdefault(ticket, entry.recordings)
         return entry.recordings.find(entry.call, calls, arguments, ticket)
 
     def context(self, arguments: list[Any]) -> tuple[Any, ...]:
@@ -272,8 +276,9 @@ class Runner:
         recorder = None if self.dynamic else self.recorder(program.device)
         if recorder is None:
             return None
+        used = frozenset(program.arguments)
         if ticket is None:
-            return Recordings(recorder, tuple(program.arguments))
+            return Recordings(recorder, used)
 
         def new() -> torch.Tensor:
             number = self.records.new()
@@ -284,7 +289,11 @@ class Runner:
         def forget(ticket: torch.Tensor) -> None:
             self.records.drop(int(ticket))
 
-        return Recordings(recorder, tuple(program.arguments), Tickets(ticket, new, forget))
+        tickets, known = Tickets(ticket, new, forget), self.facts.parameters
+        if known is None:
+            return Recordings(recorder, used, tickets=tickets, why_not=UNKNOWN_PARAMETERS)
+        parameters = tuple(i for i in known if i in used)
+        return Recordings(recorder, used, parameters, tickets)
 
     def _unticketed(self, symbols: Symbols) -> int:
         """A record's key where there is one plan for each set of sizes."""

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 import dynaflow_train as df
+from dynaflow_train import strategies
 from dynaflow_train.api import sessions
-from dynaflow_train.execute.graphs import MOST_RECORDINGS, UNTIL_RECORDED, WARMUPS, Recordings
+from dynaflow_train.benchmarks.variants import warmups
+from dynaflow_train.execute.graphs import MOST_RECORDINGS, WARMUPS, Recordings
 from dynaflow_train.session import Session
 from tests.engine.harness import AnySchedule, Cut, Oracle, batch, compiled, quiet
 from tests.engine.recorder import AddressRecorder
 from tests.engine.stepping import step, weighted
 from tests.engine.zoo import ALL, SPLIT
+from tests.hf.models import build, tokens
 
 BLOCK = SPLIT["block"]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -147,35 +150,63 @@ def test_other_shapes_and_other_plans_have_their_own(recorder):
     for size in (4, 6, 4, 6, 2, 4, 6, 2, 4, 6, 2, 4, 6):
         Oracle(BLOCK, size, torch.float32).check(step(model, batch(BLOCK, size)))
         gc.collect()
-    number = sorted(len(each.made.get(-1, [])) for each in recordings(model, "forward"))
+    number = sorted(sum(map(len, each.made.values())) for each in recordings(model, "forward"))
     assert number == [0, 1, 1]  # a batch of 2 came three times only
 
 
-def test_parameters_that_move_are_not_copied(recorder):
-    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
-    kept = []
-    for seed in range(8):
-        for parameter in model.parameters():
-            kept.append(parameter.data)
-            parameter.data = parameter.data.clone()
-        train(model, BLOCK, 1, seed)
-    assert recorder.replays == 0
-    (found,) = recordings(model, "forward")
-    assert "parameters stand elsewhere" in str(found)
-
-
-def test_parameters_that_move_later(recorder):
-    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
-    train(model, BLOCK, 6)
+def move(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters stand elsewhere from now on; who still reads where they stood, reads NaN."""
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.data * 1
-    with torch.no_grad():
-        for old in kept:
-            old.fill_(torch.nan)  # who still reads there is found out
-    train(model, BLOCK, 3, first=6)
+    for old in kept:
+        old.fill_(torch.nan)
+    return kept
+
+
+def test_parameters_that_move_once_are_read_where_they_are(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 6)
+    kept, before = move(model), recorder.replays
+    train(model, BLOCK, 5, first=6)
+    assert recorder.replays > before
+    assert not any(each.why_not for each in recordings(model, "forward"))
+    del kept
+
+
+def test_parameters_that_move_at_every_step_are_not_recorded(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 6)
+    kept = []
+    for seed in range(6, 12):
+        kept.append(move(model))
+        train(model, BLOCK, 1, seed)
     (found,) = recordings(model, "forward")
     assert "parameters stand elsewhere" in str(found)
+    assert (count(model, "forward"), count(model, "backward")) == (0, 0), "their memory is free"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_each_of_equal_layers_has_its_own(recorder):
+    """They share a context; nothing but what comes in from outside is copied."""
+    model, reference = build("llama"), build("llama")
+    df.compile(model, "dual_batch", executor="eager", region="layer", cuda_graphs=True)
+    for seed in range(8):
+        for each in (model, reference):
+            each.zero_grad(set_to_none=True)
+            each(input_ids=tokens(seed), labels=tokens(seed)).loss.backward()
+        for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-5)
+        gc.collect()
+    layers = len(model.model.layers)
+    assert (count(model, "forward"), count(model, "backward")) == (layers, layers)
+    assert recorder.replays >= 2 * layers * 4
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    for each in recordings(model, "forward"):
+        for made in each.made.values():
+            for recording in made:
+                assert len(weights & set(recording.addresses.values())) >= 7
+                assert all(memory.dim() != 2 for memory in recording.inputs.values())
 
 
 def test_what_cannot_be_recorded_runs_and_says_why(monkeypatch):
@@ -213,17 +244,18 @@ def test_tickets_do_not_pile_up(recorder):
 def test_auto_records_its_candidates_and_keeps_the_memory_of_one(recorder, monkeypatch):
     monkeypatch.setenv("DYNAFLOW_CACHE", "off")
     names = ("sequential", "dual_batch", "nanoflow")
-    options = {"candidates": names, "warmups": 1, "samples": 2, "cuda_graphs": True}
-    model = compiled(BLOCK, "auto", **options)
+    options = {"candidates": names, "warmups": 1, "samples": 2}
+    ready = warmups(strategies.get("auto", **options), graph=True)
+    model = compiled(BLOCK, "auto", cuda_graphs=True, **options)
     with quiet():
-        train(model, BLOCK, 3 * (UNTIL_RECORDED + 3))
+        train(model, BLOCK, ready - 10)
         assert not df.explain(model).choices
         assert recorder.recorded == 2 * 3
         capture = sessions(model)[0].captures[-1]
         for runners in (capture.forwards, capture.backwards):
             entries = [e for runner in runners for e in runner.entries.values()]
             assert [sum(map(len, e.recordings.made.values())) for e in entries] == [0, 0, 1]
-        train(model, BLOCK, 8)
+        train(model, BLOCK, 10)
     (choice,) = df.explain(model).choices
     assert {used.plan.strategy for used in df.plans(model)} == {choice.chosen}
     assert [used.graphs.split(",")[0] for used in df.plans(model)] == ["1 CUDA graph"] * 2
