@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from dynaflow_train.benchmarks.steps import PlainStep
 
 MIB = 2**20
 
@@ -33,12 +33,17 @@ def graph_mib(device: torch.device) -> float | None:
     return sum(private) / MIB
 
 
-def peak_mib(run: Callable[[], object], device: torch.device, before: float | None) -> float | None:
-    """Peak of a few runs beyond `before`, which was taken before anything was compiled."""
+def peak_mib(step: PlainStep, device: torch.device, before: float | None) -> float | None:
+    """Peak of a few steps, each begun without gradients, beyond `before`.
+
+    What an empty cache moves is recorded anew, once: some steps go before those that count.
+    """
     if device.type != "cuda" or before is None:
         return None
-    reserved_mib(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(3):
-        run()
+    for _ in range(2):
+        step.forget()
+        reserved_mib(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(3):
+            step()
     return torch.cuda.max_memory_reserved(device) / MIB - before

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-p", "no:cacheprovider", "-p", "no:logging")
+PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-n", "3", "-p", "no:benchmark", "-p", "no:logging")
 BENCH = ("-m", "dynaflow_train.cli", "bench")
 STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
               "sequential+graph", "dual_batch+graph")  # fmt: skip
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--only", nargs="+", help="names of parts")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

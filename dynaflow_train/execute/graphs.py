@@ -36,6 +36,9 @@ class Recorder(Protocol):
         """The memory that holds the results of each replay, and what replays."""
         ...
 
+    def release(self) -> None:
+        """Give back the memory of recordings that are gone."""
+
 
 class CudaRecorder:
     """Captures into a CUDA graph with a memory pool of its own; NCCL's collectives with it."""
@@ -56,6 +59,10 @@ class CudaRecorder:
                 graph.capture_end()
         caller.wait_stream(self.stream)
         return results, graph.replay
+
+    def release(self) -> None:
+        """A new graph cannot use what the allocator keeps of an old one's pool."""
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -181,16 +188,24 @@ class Recordings:
         if self._still_warming(calls, arguments, key):
             return None
         known = self.made.setdefault(key, [])
-        for recording in list(known):
-            if not recording.fits(arguments):
-                self._note_moves(recording, arguments)
-                known.remove(recording)
-                self._forget(recording)
-            elif not recording.in_flight:
+        self._drop_moved(known, arguments)
+        for recording in known:
+            if not recording.in_flight:
                 return recording
         if self.why_not is not None or len(known) >= MOST_RECORDINGS:
             return None
         return self._record(call, arguments, known)
+
+    def _drop_moved(self, known: list[Recording], arguments: Sequence[Any]) -> None:
+        """Forget those that read where nothing stands any more, and their memory."""
+        moved = [recording for recording in known if not recording.fits(arguments)]
+        for recording in moved:
+            self._note_moves(recording, arguments)
+            known.remove(recording)
+            self._forget(recording)
+        if moved:
+            del moved, recording
+            self.recorder.release()
 
     def _still_warming(self, calls: int, arguments: Sequence[Any], key: Key) -> bool:
         """Note where tensors stand; what stood elsewhere before is copied from then on."""

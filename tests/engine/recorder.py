@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +28,16 @@ class AddressRecorder:
 
     Attributes:
         recorded, replays: how often.
+        released: at each release, how many of the recorded calls were alive.
     """
 
     def __init__(self) -> None:
         self.recorded = self.replays = 0
+        self.released: list[int] = []
+        self._alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def release(self) -> None:
+        self.released.append(len(self._alive))
 
     def record(
         self, call: Callable[[list[Any]], list[Any]], arguments: list[Any]
@@ -51,4 +58,5 @@ class AddressRecorder:
                     memory.copy_(made)
 
         del arguments
+        self._alive.add(replay)
         return results, replay

@@ -174,6 +174,26 @@ def test_parameters_that_move_once_are_read_where_they_are(recorder):
     del kept
 
 
+def test_what_moves_is_recorded_anew_and_the_old_memory_is_free_before(recorder):
+    model = compiled(BLOCK, Cut(2), cuda_graphs=True)
+    train(model, BLOCK, 6)
+    (found,) = recordings(model, "forward")
+    (made,) = [each for known in found.made.values() for each in known]
+    place = next(iter(set(made.addresses) - set(found.parameters)), None)
+    if place is None:  # everything else was seen to move: say that one of them did not
+        place, memory = made.inputs.popitem()
+        made.addresses[place] = memory.data_ptr()
+        found._moving.discard(place)
+    made.addresses[place] += 1
+    alive = recorder.recorded
+    del made
+    train(model, BLOCK, 3, first=6)
+    assert place in found._moving
+    assert recorder.released
+    assert recorder.released[0] < alive
+    assert not found.why_not
+
+
 def test_parameters_that_move_at_every_step_are_not_recorded(recorder):
     model = compiled(BLOCK, Cut(2), cuda_graphs=True)
     train(model, BLOCK, 6)

@@ -57,6 +57,7 @@ def test_memory_stays_flat_and_replays_are_the_same():
     df.compile(model, "dual_batch", cuda_graphs=True)
     for _ in range(8):
         first = step(model, inputs, gradient)
+    last = step(model, inputs, gradient)  # both are held from here on
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(50):
