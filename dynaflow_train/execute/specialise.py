@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 
 from dynaflow_train.execute.into import Written, write_into
@@ -91,7 +92,9 @@ def specialise(
         added: those of `stores` whose output is added to what is there.
         eager: it will run operator by operator.
     """
-    new, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+    # Sizes are numbers; without an environment for symbols Inductor does not use its cache on disk.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    new = fx.Graph()
     nodes: dict[fx.Node, Any] = {}
     fakes: dict[fx.Node, Any] = {}
     written: dict[int, Written] = {}
@@ -100,7 +103,9 @@ def specialise(
         inputs: list[torch.Tensor] = []
         for node in graph.graph.nodes:
             if node.op == "placeholder" and not _is_number(node):
-                nodes[node] = new.placeholder(node.name)
+                # The cache does not see that all outputs keep their strides: by this name nobody
+                # else's graph is taken for one of ours. (Inductor reads how a name begins.)
+                nodes[node] = new.placeholder(f"{node.name}_dynaflow")
                 fakes[node] = _fake(next(given), mode)
                 nodes[node].meta["val"] = fakes[node]
                 inputs.append(fakes[node])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 
 import dynaflow_train as df
 from dynaflow_train.api import sessions
@@ -66,3 +69,16 @@ def test_layers_that_differ_are_compiled_each(monkeypatch):
     other = compilations(monkeypatch, [6, 5, 7], executor="eager")
     assert other[0] > alike[0]
     assert alike[2] == other[2] == 0
+
+
+def test_what_was_compiled_is_found_on_disk(monkeypatch):
+    """Inductor's cache: another process, here another session, compiles nothing."""
+    with fresh_cache(), inductor_config.patch(fx_graph_cache=True):
+        counters.clear()
+        first = compilations(monkeypatch, [6, 6], executor="inductor")
+        missed = counters["inductor"]["fxgraph_cache_miss"]
+        assert (missed, counters["inductor"]["fxgraph_cache_bypass"]) == (first[2], 0)
+        counters.clear()
+        assert compilations(monkeypatch, [6, 6], executor="inductor") == first  # exact again
+        assert counters["inductor"]["fxgraph_cache_hit"] == first[2]
+        assert not counters["inductor"]["fxgraph_cache_miss"]
