@@ -36,7 +36,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
         for _ in range(variant.warmups):
             step()
         dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=kinds, acc_events=True) as found:
             for _ in range(3):
                 times = clock.phases(step())
             torch.cuda.synchronize()

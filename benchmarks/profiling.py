@@ -64,7 +64,7 @@ def record(step: Callable[[], object], clock: Clock) -> list[Event]:
     """The events of `REPEATS` steps of this rank."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if clock.is_cuda else [])]
     clock.finish()
-    with profile(activities=kinds, record_shapes=True) as found:
+    with profile(activities=kinds, record_shapes=True, acc_events=True) as found:
         for _ in range(REPEATS):
             step()
         clock.finish()

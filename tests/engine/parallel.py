@@ -93,20 +93,13 @@ class ParallelBlock(nn.Module):
         return SumOutput.apply(x) if self.style == "fg" else scattered(x, 0)
 
     def self_attn(self, x: Tensor) -> Tensor:
-        if self.style == "sp":
-            x = x.transpose(0, 1)
-        b, s, _ = x.shape
-        q, k, v = (
-            F.linear(x, self.qkv, self.qkv_bias)
-            .view(b, s, 3, self.heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
-        y = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(b, s, -1)
-        )
-        return F.linear(y.transpose(0, 1) if self.style == "sp" else y, self.out)
+        """In "sp" the linears work on [s, b, h]: their gradients are contiguous, as 2.11 needs."""
+        split = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (3, self.heads, -1))
+        sbh = self.style == "sp"
+        q, k, v = split.permute((2, 1, 3, 0, 4) if sbh else (2, 0, 3, 1, 4))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.permute((2, 0, 1, 3) if sbh else (0, 2, 1, 3)).flatten(2)
+        return F.linear(y, self.out)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.self_attn(self.enter(self.norm1(x)))
