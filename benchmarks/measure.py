@@ -121,7 +121,7 @@ class CaseRun:
     def _warm(self, variant: Variant, bed: Bed) -> Prepared:
         step = variant.make(bed)
         step.forget()  # gradients that another variant left on shared weights
-        before, graphs = memory.reserved_mib(self.device), memory.graph_mib(self.device)
+        before, graphs = memory.held_mib(self.device), memory.graph_mib(self.device)
         start = time.perf_counter()
         step()
         self.clock.finish()

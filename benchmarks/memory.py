@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def reserved_mib(device: torch.device) -> float | None:
-    """What the allocator holds once everything unused is given back; None on the CPU."""
+def held_mib(device: torch.device) -> float | None:
+    """What tensors hold once everything unused is given back; None on the CPU."""
     gc.collect()
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device) / MIB
+    return torch.cuda.memory_allocated(device) / MIB
 
 
 def graph_mib(device: torch.device) -> float | None:
@@ -34,15 +34,16 @@ def graph_mib(device: torch.device) -> float | None:
 
 
 def peak_mib(step: PlainStep, device: torch.device, before: float | None) -> float | None:
-    """Peak of a few steps, each begun without gradients, beyond `before`.
+    """Peak reserved memory of steps begun without gradients, beyond what tensors held `before`.
 
-    What an empty cache moves is recorded anew, once: some steps go before those that count.
+    An upper bound: it counts what lies free between other variants' tensors and cannot be given
+    back. What an empty cache moves is recorded anew, once: some steps go before those that count.
     """
     if device.type != "cuda" or before is None:
         return None
     for _ in range(2):
         step.forget()
-        reserved_mib(device)
+        held_mib(device)
         torch.cuda.reset_peak_memory_stats(device)
         for _ in range(3):
             step()

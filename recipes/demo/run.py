@@ -20,6 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 OUTPUT = Path("demo_out")
 PICTURES = ("timeline.png", "trace.json", "plan.txt")
+LARGE = ("--batch", "64", "--length", "512")  # for GPUs, which a step of 1,024 tokens leaves idle
 
 
 def gpus() -> int:
@@ -65,12 +66,15 @@ def table(overlapped: list[dict[str, Any]], plain: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Both runs, the table, the files."""
-    where = "two GPUs, NCCL, bf16" if gpus() >= 2 else "two CPU processes, gloo, fp32"
-    print(f"1/2  training with {HERE.name}/recipe.yaml on {where}", flush=True)
-    module = ("-m", "dynaflow_train.launch", "--recipe", str(HERE / "recipe.yaml"))
-    ours = launch("overlapped", *module, str(HERE / "train.py"))
+    large = gpus() >= 2
+    where = "two GPUs, NCCL, bf16" if large else "two CPU processes, gloo, fp32"
+    recipe = HERE / ("recipe_gpu.yaml" if large else "recipe.yaml")
+    sizes = LARGE if large else ()
+    print(f"1/2  training with {HERE.name}/{recipe.name} on {where}", flush=True)
+    module = ("-m", "dynaflow_train.launch", "--recipe", str(recipe))
+    ours = launch("overlapped", *module, str(HERE / "train.py"), *sizes)
     print("2/2  the same steps, not scheduled", flush=True)
-    theirs = launch("plain", str(HERE / "plain.py"))
+    theirs = launch("plain", str(HERE / "plain.py"), *sizes)
 
     report = json.loads((OUTPUT / "overlapped" / "dynaflow" / "report.json").read_text())
     for name in PICTURES:
