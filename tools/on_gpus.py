@@ -17,8 +17,9 @@ from pathlib import Path
 
 PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-n", "3", "-p", "no:benchmark", "-p", "no:logging")
 BENCH = ("-m", "dynaflow_train.cli", "bench")
-STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
-              "sequential+graph", "dual_batch+graph")  # fmt: skip
+STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow",
+              "comm_overlap+graph", "dual_batch+graph")  # fmt: skip
+DEMO = ("recipes/demo/run.py",)
 CASES = ("8b-2x4096", "8b-2x1024", "70b-2x4096", "70b-2x1024")
 LINKS = ("nvlink", "no-p2p")
 
@@ -29,12 +30,12 @@ def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str
         tiny = ("--device", "cpu", "--cases", "tiny", "--executor", "eager", "--rounds", "3")
         folder = ("--out", str(out / "tiny"))
         return {"tests": (300, PYTEST), "tiny": (600, (*BENCH, *tiny, *STRATEGIES, *folder))}
-    found: dict[str, tuple[int, tuple[str, ...]]] = {"tests": (420, PYTEST)}
+    found: dict[str, tuple[int, tuple[str, ...]]] = {"tests": (420, PYTEST), "demo": (150, DEMO)}
     for case in CASES:
         for link in LINKS:  # the second finds everything compiled by the first
             where = ("--cases", case, "--links", link, "--out", str(out / f"{link}-{case}"))
             run = (*BENCH, *where, "--rounds", str(rounds), *STRATEGIES)
-            found[f"{link}-{case}"] = (420 if link == LINKS[0] else 240, run)
+            found[f"{link}-{case}"] = (240, run)
     return found
 
 
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--commit", help="of the benchmarks, where there is no git to ask")
     parser.add_argument("--only", nargs="+", help="names of parts")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,8 @@ def main() -> int:
     for name, (limit_s, command) in parts(given.device, given.out, given.rounds).items():
         if given.only and name not in given.only:
             continue
+        if given.commit and command[: len(BENCH)] == BENCH:
+            command = (*command, "--commit", given.commit)
         start, log = time.monotonic(), given.out / f"{name}.log"
         with log.open("w") as text:
             try:

@@ -57,9 +57,12 @@ def _of_locals(places: tuple[int, ...], compiled: Callable[..., Any]) -> Callabl
         return compiled
 
     def call(*arguments: Any) -> Any:
-        given, trained = list(arguments), [p for p in places if arguments[p].requires_grad]
+        given, trained = list(arguments), list[int]()
         for place in places:
-            given[place] = given[place]._local_tensor
+            if given[place].requires_grad and given[place].is_leaf:
+                trained.append(place)
+            else:  # frozen, or an activation, which may be partial or on its way
+                given[place] = given[place].to_local()
         for place, local in zip(trained, locals_of([arguments[p] for p in trained]), strict=True):
             given[place] = local
         return compiled(*given)
@@ -79,7 +82,7 @@ def _to_local(node: fx.Node) -> bool:
 
 
 def locals_of(sharded: Sequence[DTensor]) -> tuple[Tensor, ...]:
-    """`to_local()` of each, through one node of autograd.
+    """`to_local()` of each parameter, through one node of autograd.
 
     Each by itself is a tenth of a millisecond of the host's time, forward and backward, which the
     device waits for at small sizes. The gradients have the parameters' placements.
