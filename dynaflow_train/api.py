@@ -42,9 +42,11 @@ def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Modu
 
     Raises:
         RecipeError: unknown strategy, key or parameter; the nearest valid name is given.
-        CaptureError: the model is compiled already.
+        CaptureError: the model is compiled already, or is none.
     """
     recipe, strategy = _resolve(what, options)
+    if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CaptureError(f"df.compile takes a torch.nn.Module, found {type(model).__name__}.")
     if next(_dispatchers(model), None) is not None:
         raise CaptureError("the model is compiled already: call df.undo(model) first.")
     session = Session(strategy, recipe)
@@ -76,10 +78,14 @@ class _Backend:
 
 
 def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
+    if isinstance(what, type):
+        raise RecipeError(f"{what.__name__} is a class: give an instance, {what.__name__}().")
     if isinstance(what, Strategy):
         recipe = Recipe.from_options({**options, "strategy": what.name})
         return recipe, what
     if isinstance(what, str) and not what.endswith((".yaml", ".yml")):
+        if "/" in what:
+            raise RecipeError(f"no strategy {what!r}; a recipe file's name ends in .yaml or .yml.")
         recipe = Recipe.from_options({**options, "strategy": what})
     elif options:
         raise RecipeError(
@@ -102,7 +108,7 @@ def layers_of(model: torch.nn.Module) -> tuple[str, list[torch.nn.Module]]:
 
 
 def undo(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as it was before `compile`."""
+    """The model as it was before `compile`. What torch.compile returned stays: drop that."""
     for module, dispatcher in list(_dispatchers(model)):
         module._compiled_call_impl = dispatcher.before
     return model
@@ -120,9 +126,9 @@ def sessions(model: torch.nn.Module) -> list[Session]:
     return list(found.values()) or sessions_of(model)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanInUse:
-    """A plan that ran, with its region and, once it was measured, its times.
+    """A plan that ran, with its region and, once it was measured, its times. Prints as its text.
 
     Attributes:
         copies: value -> bytes that are copied in each call on top of what the plain step copies.
@@ -139,6 +145,10 @@ class PlanInUse:
 
     def __str__(self) -> str:
         return dumps(self.plan)
+
+    def __repr__(self) -> str:
+        plan, name = self.plan, f"{self.plan.region} {self.plan.phase}"
+        return f"<{name}: {plan.strategy} {list(plan.sizes)}, {len(plan.launches)} launches>"
 
     @property
     def panel(self) -> Panel:
@@ -182,10 +192,12 @@ class Explanations(tuple[Explanation, ...]):
     Attributes:
         choices: what `auto` chose in each context, and from what.
         graphs: of each plan, what was recorded as CUDA graphs, or why not.
+        compiled: whether the model is compiled at all.
     """
 
     choices: tuple[Choice, ...] = ()
     graphs: tuple[str, ...] = ()
+    compiled: bool = True
 
     @property
     def hidden_share(self) -> float:
@@ -196,9 +208,13 @@ class Explanations(tuple[Explanation, ...]):
 
     def __str__(self) -> str:
         graphs = ("\n".join(self.graphs),) if self.graphs else ()
+        if not self.compiled:
+            return "the model is not compiled: call df.compile(model, ...) first."
         return "\n\n".join(map(str, (*self.choices, *self, *graphs))) or (
             "nothing was measured yet: each context is measured at its third training step."
         )
+
+    __repr__ = __str__  # a table in a notebook, too
 
 
 def explain(model: torch.nn.Module) -> Explanations:
@@ -213,6 +229,7 @@ def explain(model: torch.nn.Module) -> Explanations:
         for used in plans(model)
         if used.graphs
     )
+    found.compiled = bool(sessions(model))
     captures = [capture for session in sessions(model) for capture in session.captures]
     found.choices = tuple(choice for capture in captures for choice in capture.choices)
     return found

@@ -51,6 +51,7 @@ class Explanation:
         collectives: in issue order.
         wall_ms: from the first start to the last end.
         copied: bytes copied on top of what the unsplit run copies, by name of the value.
+        uncut: why the strategy did not schedule this context, or "".
     """
 
     region: str
@@ -60,6 +61,7 @@ class Explanation:
     collectives: tuple[Collective, ...]
     wall_ms: float
     copied: tuple[tuple[str, int], ...] = ()
+    uncut: str = ""
 
     @property
     def ms(self) -> float:
@@ -93,11 +95,15 @@ class Explanation:
             )
             for each in self.collectives
         ]
+        uncut = [f"it runs sequentially: {self.uncut}"] if self.uncut else []
+        copied = ", ".join(f"{name} {size:,}" for name, size in self.copied) or "0"
+        last = f"bytes copied: {copied}"
+        if not self.collectives:
+            return "\n".join([head, *uncut, "no collectives: nothing to hide", last])
         exposed = self.ms - self.hidden_ms
         total = (f"{self.ms:.3f}", f"{self.hidden_ms:.3f}", f"{exposed:.3f}")
         rows.append(("total", "", *total, f"{self.hidden_share:.0%} hidden"))
-        copied = ", ".join(f"{name} {size:,}" for name, size in self.copied) or "0"
-        return "\n".join([head, *_table(rows), f"bytes copied: {copied}"])
+        return "\n".join([head, *uncut, *_table(rows), last])
 
 
 def explain(
@@ -127,8 +133,9 @@ def explain(
     end = max((each.end_ms for each in intervals), default=0.0)
     wall_ms = end - min((each.start_ms for each in intervals), default=0.0)
     return Explanation(
-        plan.region, plan.phase, plan.strategy, plan.sizes, tuple(found), wall_ms, tuple(copied)
-    )
+        plan.region, plan.phase, plan.strategy, plan.sizes, tuple(found), wall_ms, tuple(copied),
+        plan.reason or "",
+    )  # fmt: skip
 
 
 def exposed_spans(

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _ROOT = re.compile(r"^L\[['\"]\w+['\"]\]\.?")
 _INDEX = re.compile(r"\._modules\['?(\w+)'?\]|\[(\d+)\]")
+# Where a host put a wrapper in a module's place of `forward`, Dynamo names inner modules by it.
+_WRAPPED = re.compile(
+    r"\.forward(\.__closure__\.\d+\.cell_contents|\.__wrapped__|\.func)+\.__self__"
+)
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
@@ -32,6 +36,7 @@ def module_stack(node: fx.Node) -> list[tuple[str, Any]]:
 def clean(path: str) -> str:
     """`L['self'].layers.0.mlp` as `layers.0.mlp`."""
     path = _INDEX.sub(lambda m: f".{m.group(1) or m.group(2)}", path)
+    path = _WRAPPED.sub("", path)
     return _ROOT.sub("", path).removeprefix("_orig_mod.").removeprefix("_orig_mod")
 
 

@@ -198,13 +198,11 @@ class Recordings:
 
     def _drop_moved(self, known: list[Recording], arguments: Sequence[Any]) -> None:
         """Forget those that read where nothing stands any more, and their memory."""
-        moved = [recording for recording in known if not recording.fits(arguments)]
-        for recording in moved:
-            self._note_moves(recording, arguments)
-            known.remove(recording)
-            self._forget(recording)
+        moved = [at for at, recording in enumerate(known) if not recording.fits(arguments)]
+        for at in reversed(moved):  # no name keeps one alive
+            self._note_moves(known[at], arguments)
+            self._forget(known.pop(at))
         if moved:
-            del moved, recording
             self.recorder.release()
 
     def _still_warming(self, calls: int, arguments: Sequence[Any], key: Key) -> bool:

@@ -43,7 +43,12 @@ def make(known: Sequence[type[Strategy]], name: str, parameters: Mapping[str, ob
                 f"{defaults[key]!r}), got {given!r} ({type(given).__name__})."
             )
         fields[key] = given
-    return strategy(**fields)
+    made = strategy(**fields)
+    if made.most_micro_batches is not None and made.most_micro_batches < 1:
+        raise RecipeError(
+            f"strategy {name!r} needs at least 1 micro-batch, got {dict(parameters)}."
+        )
+    return made
 
 
 def parse(known: Sequence[type[Strategy]], text: str) -> Strategy:

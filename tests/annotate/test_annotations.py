@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dynaflow_train as df
+from dynaflow_train.capture.labels import clean
 from dynaflow_train.errors import RuleError
 from dynaflow_train.strategies.comm_overlap import CommOverlap
 from tests.engine.harness import Cut, Oracle, batch, compiled
@@ -305,3 +306,19 @@ def test_collectives_are_cut_out_and_run_beside_wgrads(name, kinds):
                     assert any(n.startswith(layer) and f".{kind}" in n for n in names), kind
         assert len({collective for collective, _ in pairs}) > 1
         assert all(".wgrad" in wgrad for _, wgrad in pairs)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("L['self'].layers[1].mlp", "layers.1.mlp"),
+        (
+            "L['self'].layers[1].mlp.forward.__closure__[1].cell_contents.__self__.down_proj",
+            "layers.1.mlp.down_proj",
+        ),
+        ("L['self'].mlp.forward.__wrapped__.func.__self__.forward", "mlp.forward"),
+        ("L['self']._modules['mlp'].forward_proj", "mlp.forward_proj"),
+    ],
+)
+def test_a_wrapped_forward_leaves_no_trace_in_names(path, name):
+    assert clean(path) == name

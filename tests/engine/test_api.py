@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import dynaflow_train as df
 from dynaflow_train.dispatch import Dispatcher
-from dynaflow_train.errors import CaptureError, RecipeError
+from dynaflow_train.errors import CaptureError, DynaFlowError, RecipeError
 from dynaflow_train.schedule.text import loads
 from tests.engine.harness import Cut, Oracle, batch, compiled, plain
 from tests.engine.parallel import PARALLEL, Stack
@@ -158,7 +159,38 @@ def test_verify_and_plans_of_a_model_that_is_not_compiled():
     ):
         df.verify(plain(SMALL), batch(SMALL, 4)[0])
     assert df.plans(plain(SMALL)) == ()
-    assert str(df.explain(plain(SMALL))).startswith("nothing was measured yet")
+    assert str(df.explain(plain(SMALL))).startswith("the model is not compiled")
+
+
+class Mine(df.Strategy):
+    rules = ()
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "options", "message"),
+    [
+        (SMALL, Mine, {}, r"Mine is a class: give an instance, Mine\(\)"),
+        (SMALL, "recipes/llama_tp2", {}, r"no strategy 'recipes/llama_tp2'; a recipe file's name"),
+        (SMALL, "dual_batch", {"micro_batches": 0}, "needs at least 1 micro-batch, got"),
+        (SMALL, "nanoflow", {"micro_batches": -1}, "needs at least 1 micro-batch, got"),
+        (None, "dual_batch", {}, r"takes a torch\.nn\.Module, found NoneType"),
+    ],
+)
+def test_what_cannot_be_compiled_says_what_to_give(model, what, options, message):
+    with pytest.raises(DynaFlowError, match=message):
+        df.compile(plain(model) if model else model, what, **options)
+
+
+def test_a_context_that_runs_uncut_and_one_without_collectives_say_so():
+    model = compiled(SMALL, "dual_batch", min_tokens=10**6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            step(model, batch(SMALL, 4))
+    (forward, _) = str(df.explain(model)).split("\n\n")
+    assert "it runs sequentially: " in forward
+    assert "min_tokens=1000000" in forward
+    assert "no collectives: nothing to hide" in forward
 
 
 def explained(rank: int, strategy: str) -> list[object]:
@@ -171,6 +203,11 @@ def explained(rank: int, strategy: str) -> list[object]:
     step(model, batch(case, 4))
     found = df.explain(model)
     reasons = [c.reason for each in found for c in each.collectives if c.exposed_ms > 0.05 * c.ms]
+    assert repr(found) == str(found)
+    assert list(map(repr, df.plans(model))) == [
+        f"<{used.region.name} {phase}: sequential [4], {len(used.plan.launches)} launches>"
+        for used, phase in zip(df.plans(model), ("forward", "backward"), strict=True)
+    ]
     return [early, [len(each.collectives) for each in found], reasons, str(found)]
 
 
