@@ -1,5 +1,7 @@
 """Where a step's GPU time goes: kernels of torch.compile and of a strategy side by side.
 
+Counts and names compare; times less: whoever comes first runs on a cooler chip, at higher clocks.
+
 python -m benchmarks.kernels --case 8b-2x4096 --strategies sequential dual_batch
 """
 

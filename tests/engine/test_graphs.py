@@ -179,18 +179,15 @@ def test_what_moves_is_recorded_anew_and_the_old_memory_is_free_before(recorder)
     train(model, BLOCK, 6)
     (found,) = recordings(model, "forward")
     (made,) = [each for known in found.made.values() for each in known]
-    place = next(iter(set(made.addresses) - set(found.parameters)), None)
-    if place is None:  # everything else was seen to move: say that one of them did not
-        place, memory = made.inputs.popitem()
-        made.addresses[place] = memory.data_ptr()
-        found._moving.discard(place)
-    made.addresses[place] += 1
-    alive = recorder.recorded
-    del made
+    place, memory = made.inputs.popitem()  # as if it had stood still until now
+    made.addresses[place] = memory.data_ptr()
+    found._moving.discard(place)
+    recorded = recorder.recorded
+    del made, memory
     train(model, BLOCK, 3, first=6)
     assert place in found._moving
-    assert recorder.released
-    assert recorder.released[0] < alive
+    assert recorder.released == [0], "its backward's recording goes with it"
+    assert recorder.recorded == recorded + 2
     assert not found.why_not
 
 
