@@ -130,7 +130,7 @@ class CaseRun:
             step()
         self.clock.finish()
         facts["ready_s"] = time.perf_counter() - start
-        facts["peak_mib"] = memory.peak_mib(step, self.device, before)
+        facts |= memory.peak_mib(step, self.device, before)
         if graphs is not None:
             facts["graph_mib"] = (memory.graph_mib(self.device) or 0.0) - graphs
         return Prepared(variant, step, facts)

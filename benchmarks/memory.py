@@ -1,9 +1,9 @@
-"""Reserved device memory, graph pools included."""
+"""Peak device memory, graph pools included."""
 
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,18 +33,21 @@ def graph_mib(device: torch.device) -> float | None:
     return sum(private) / MIB
 
 
-def peak_mib(step: PlainStep, device: torch.device, before: float | None) -> float | None:
-    """Peak reserved memory of steps begun without gradients, beyond what tensors held `before`.
+def peak_mib(step: PlainStep, device: torch.device, before: float | None) -> dict[str, Any]:
+    """Peak memory of steps begun without gradients, beyond what tensors held `before`.
 
-    An upper bound: it counts what lies free between other variants' tensors and cannot be given
-    back. What an empty cache moves is recorded anew, once: some steps go before those that count.
+    `peak_mib` is what tensors hold, exact. `reserved_mib` is what the allocator takes from the
+    device: an upper bound, which counts what lies free between other variants' tensors and cannot
+    be given back. What an empty cache moves is recorded anew, once: some steps go before those that
+    count.
     """
     if device.type != "cuda" or before is None:
-        return None
+        return {"peak_mib": None, "reserved_mib": None}
     for _ in range(2):
         step.forget()
         held_mib(device)
         torch.cuda.reset_peak_memory_stats(device)
         for _ in range(3):
             step()
-    return torch.cuda.max_memory_reserved(device) / MIB - before
+    held, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return {"peak_mib": held / MIB - before, "reserved_mib": reserved / MIB - before}

@@ -116,6 +116,7 @@ def _facts(found: Mapping[str, Any], name: str) -> Row:
         "recorded_ms": mine["recorded_ms"],
         "peak_mib": peak,
         "peak_ratio": peak / plain_peak if peak and plain_peak else None,
+        "reserved_mib": mine["reserved_mib"],
         "graph_mib": mine.get("graph_mib"),
         "copies": mine["copies"],
         "copied_mib": None if copied is None else copied / MIB,

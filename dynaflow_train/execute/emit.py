@@ -12,7 +12,7 @@ from dynaflow_train.execute import program as p
 from dynaflow_train.execute.program import MAIN, Block, Program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from dynaflow_train.execute.lanes import Lanes
 
@@ -29,13 +29,16 @@ class _Writer:
         self.names[name] = value
         return name
 
-    def step(self, step: p.Step) -> None:
-        """One statement; a collective leaves its Work in `w`."""
+    def step(self, step: p.Step, last: Collection[int] = ()) -> None:
+        """One statement; a collective leaves its Work in `w`.
+
+        Args:
+            step: what to do.
+            last: slots that nobody reads afterwards: an op may free them while it runs.
+        """
         match step:
-            case p.Run(function, inputs, outputs):
-                call = f"{self.bind('f', function)}([{', '.join(f's{i}' for i in inputs)}])"
-                names = "".join(f"s{o}, " for o in outputs)
-                self.lines.append(f"{names}= {call}" if names else call)
+            case p.Run():
+                self.run(step, last)
             case p.Part(out=out, source=source) if step.outer == 1:
                 at, size = step.start * step.inner, step.length * step.inner
                 self.lines.append(f"s{out} = s{source}.narrow({step.dim}, {at}, {size})")
@@ -59,6 +62,19 @@ class _Writer:
                     f"s{out} = s{source} if {made}.fits(s{source}) else {made}.copy_of(s{source})"
                 )
 
+    def run(self, step: p.Run, last: Collection[int]) -> None:
+        """An op's call; it alone holds the tensors of the `last` slots."""
+        given = f"[{', '.join(f's{i}' for i in step.inputs)}]"
+        handed = [i for i in dict.fromkeys(step.inputs) if i in last]
+        if handed:
+            self.lines.append(f"x = {given}")
+            self.drop(handed)
+        call = f"{self.bind('f', step.function)}({'x' if handed else given})"
+        names = "".join(f"s{o}, " for o in step.outputs)
+        self.lines.append(f"{names}= {call}" if names else call)
+        if handed:
+            self.lines.append("x = None")
+
     def block(self, block: Block) -> None:
         self.drop(block.drops)
         if block.lane != self.lane:
@@ -67,8 +83,9 @@ class _Writer:
         own = block.own_waits if self.lanes.asynchronous else ()
         for launch in (*own, *block.waits):
             self.lines.append(f"L.wait({block.lane!r}, {launch})")
-        for step in block.steps:
-            self.step(step)
+        for at, step in enumerate(block.steps):
+            later = {slot for after in block.steps[at + 1 :] for slot in p.reads(after)}
+            self.step(step, set(block.drops_after) - later)
         if block.awaited or block.is_collective:
             work = "w" if block.is_collective else "None"
             self.lines.append(
@@ -76,7 +93,7 @@ class _Writer:
             )
         self.drop(block.drops_after)
 
-    def drop(self, slots: list[int]) -> None:
+    def drop(self, slots: Sequence[int]) -> None:
         if slots:
             self.lines.append("".join(f"s{s} = " for s in slots) + "None")
 

@@ -118,6 +118,23 @@ class Sum:
 Step = Alloc | Part | Restride | Run | Communicate | Store | Alias | Sum
 
 
+def reads(step: Step) -> tuple[int, ...]:
+    """The slots whose tensors a step reads or writes into."""
+    match step:
+        case Alloc():
+            return ()
+        case Run(inputs=inputs):
+            return inputs
+        case Communicate(source=source, out=out):
+            return source, out
+        case Store(into, source):
+            return into, source
+        case Sum(left=left, right=right):
+            return left, right
+        case Part(source=source) | Restride(source=source) | Alias(source=source):
+            return (source,)
+
+
 @dataclass
 class Block:
     """One launch.

@@ -8,6 +8,7 @@ from typing import Any
 def variant(kind: str, *ranks: list[tuple[float, float]], **facts: Any) -> dict[str, Any]:
     plain = {
         "first_step_s": 1.0, "ready_s": 2.0, "recorded_ms": None, "cpu_ms": 3.0, "peak_mib": 100.0,
+        "reserved_mib": 120.0,
         "graph_mib": 0.0, "copies": 0.0, "copied_bytes": 0.0, "communication_ms": 4.0,
         "hidden_ms": 1.0, "gradient_error": 0.0, "says": "",
     }  # fmt: skip

@@ -145,10 +145,10 @@ def run_once(model, inputs, gradient):
 
 
 def overlap_and_memory(rank):
-    """Hidden share, and peak reserved memory over that of torch.compile, MiB."""
+    """By strategy: peak reserved MiB of a step; hidden share and copied bytes of dual_batch."""
     device, mesh, inputs, gradient = prepare(rank, WIDE, torch.bfloat16)
-    peaks = {}
-    for name in ("compile", "dual_batch"):
+    peaks, share, copies = {}, 0.0, None
+    for name in ("compile", *STRATEGIES):
         model = build(WIDE, device, torch.bfloat16, mesh=mesh)
         if name == "compile":
             for layer in model.layers:
@@ -160,28 +160,36 @@ def overlap_and_memory(rank):
             model.zero_grad(set_to_none=True)
             run()
         model.zero_grad(set_to_none=True)
+        inputs["inputs_embeds"].grad = None
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
+        unused = before - torch.cuda.memory_allocated()
+        assert unused < 32 * 2**20, f"{unused} bytes lie free: the peak would miss them"
         torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             run()
         torch.cuda.synchronize()
         peaks[name] = (torch.cuda.max_memory_reserved() - before) / 2**20
-        share = df.explain(model).hidden_share if name != "compile" else 0.0
-        copies = sum(sum(p.copies.values()) for p in df.plans(model)) if name != "compile" else 0
-        del model
+        if name == "dual_batch":
+            share = df.explain(model).hidden_share
+            copies = sum(sum(p.copies.values()) for p in df.plans(model))
+        del model, run
+        inputs["inputs_embeds"].grad = None
     return share, copies, peaks
 
 
 @pytest.mark.multigpu(2)
 @pytest.mark.timeout(300)
-def test_dual_batch_hides_communication_without_memory_or_copies():
+def test_communication_is_hidden_without_memory_or_copies():
     for share, copies, peaks in run_ranks(overlap_and_memory, 2, backend="nccl", timeout_s=290):
         assert share > 0.5
         assert copies == 0
-        assert peaks["dual_batch"] <= 1.05 * peaks["compile"], peaks
+        for name in ("sequential", "comm_overlap", "dual_batch"):
+            assert peaks[name] <= 1.05 * peaks["compile"], (name, peaks)
+        # Its compute lanes have a pool of the allocator's each: docs/strategies.md.
+        assert peaks["nanoflow"] <= 1.4 * peaks["compile"], peaks
 
 
 @pytest.mark.gpu
