@@ -300,6 +300,7 @@ class _Stages:
             dynamic=strategy.dynamic,
             max_contexts=recipe.max_contexts,
             recorder=session.recorder,
+            connector=session.connector,
         )
 
 

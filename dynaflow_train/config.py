@@ -20,12 +20,14 @@ Executor = Literal["inductor", "eager"]
 Engine = Literal["fast", "interpreter"]
 TensorParallel = Literal["merged", "host"]
 Host = Literal["hf", "megatron"]
+Transfer = Literal["group", "copy_engine"]
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "region": get_args(RegionKind),
     "executor": get_args(Executor),
     "engine": get_args(Engine),
     "tensor_parallel": get_args(TensorParallel),
+    "transfer": get_args(Transfer),
     "host": (*get_args(Host), None),
 }
 _LEAST = {"max_micro_batches": 1, "max_contexts": 1, "batch_dim": 0}
@@ -47,6 +49,8 @@ class Recipe:
         strict: raise where a plan would fall back to the uncut step with a warning.
         verify: compare the first step of each context with the uncut step.
         agree_timeout_s: seconds to wait for the other ranks' plan hashes.
+        transfer: what moves the data of all-reduces, all-gathers and reduce-scatters: their process
+            "group", or the "copy_engine" of GPUs on one host, which leaves the SMs to compute.
         cuda_graphs: record each phase as one CUDA graph after a few steps and replay it.
         max_contexts: plans kept per region; the oldest goes.
         tensor_parallel: "merged", our plan with one reduction per block input, or the "host"'s own.
@@ -64,6 +68,7 @@ class Recipe:
     strict: bool = False
     verify: bool = False
     agree_timeout_s: float = 60.0
+    transfer: Transfer = "group"
     cuda_graphs: bool = False
     max_contexts: int = 16
     tensor_parallel: TensorParallel = "merged"

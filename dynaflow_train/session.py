@@ -18,6 +18,7 @@ from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.graphs import UNTIL_RECORDED, CudaRecorder, Recorder
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
+from dynaflow_train.execute.symmetric import Rings
 from dynaflow_train.execute.trials import Trials
 from dynaflow_train.overlap_kernels.registry import Registry, default_registry
 from dynaflow_train.partition.chain import chain
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dynaflow_train.config import Recipe
+    from dynaflow_train.execute.exchange import Connect
     from dynaflow_train.ir import Op, Plan, Region
     from dynaflow_train.strategies.auto import Auto
 
@@ -91,6 +93,7 @@ class Session:
     warned: set[str] = field(default_factory=set)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     recorders: dict[torch.device, Recorder] = field(default_factory=dict["torch.device", Recorder])
+    rings: Rings | None = None
 
     def __post_init__(self) -> None:
         check_torch(torch.__version__)
@@ -197,6 +200,22 @@ class Session:
         if device not in self.recorders:
             self.recorders[device] = CudaRecorder(device)
         return self.recorders[device]
+
+    def connector(self, device: torch.device) -> Connect | None:
+        """What gives memory for collectives by copies, if the recipe asks for them."""
+        if self.recipe.transfer == "group":
+            return None
+        if self.rings is None:
+            self.rings = Rings(device, environment(), self._ask, self._refuse)
+        return self.rings.connect
+
+    def _ask(self, group: str, text: str) -> list[str]:
+        return gather(text, **self._among(group, "transfer"))
+
+    def _refuse(self, why: str) -> None:
+        if self.recipe.strict:
+            raise UnsupportedError(f"transfer: copy_engine was asked for, but {why}")
+        self.warn(why)
 
     def kernel(
         self,

@@ -10,6 +10,7 @@ from torch import fx
 from dynaflow_train.clocks import Clocks, input_launches
 from dynaflow_train.execute import program as p
 from dynaflow_train.execute.collectives import bind
+from dynaflow_train.execute.exchange import Exchange, exchanges
 from dynaflow_train.execute.layout import Span, lay_out, span_of
 from dynaflow_train.execute.memory import Argument, Memory, Result, Setting
 from dynaflow_train.execute.meta import Meta, row_major
@@ -30,6 +31,8 @@ class Builder(Memory):
         super().__init__(region, plan, setting)
         self.extra_waits: dict[int, set[int]] = {}
         self.saved_apart: set[str] = set()  # results wanted piece by piece: never added into
+        self.exchanged: dict[int, Exchange] = {}
+        self.lent: dict[int, int] = {}  # exchanged launch -> the slot of its operand's buffer
 
     def build(self, arguments: Sequence[Argument], results: Sequence[Result]) -> Program:
         """Decide everything.
@@ -46,6 +49,9 @@ class Builder(Memory):
             self.region, self.plan, {k: tuple(v) for k, v in given.items()}, wanted
         )
         places = self._arguments(arguments)
+        if self.setting.connect is not None:
+            connect = self.setting.connect
+            self.exchanged = exchanges(self.region, self.plan, connect, self._sizes_at)
         blocks = [self._block(i, launch) for i, launch in enumerate(self.plan.launches)]
         epilogue: list[p.Step] = []
         found = [self._result(result, epilogue) for result in results]
@@ -87,14 +93,21 @@ class Builder(Memory):
             part[self.setting.batch] = self._count(span)
         return Sizes(part, self.setting.symbols, self.setting.is_size)
 
+    def _sizes_at(self, position: int) -> Sizes:
+        launch = self.plan.launches[position]
+        whole = self.region.op[launch.ops[0]].merged
+        return self._sizes(self.everything if whole else span_of(launch.micro_batches))
+
     def _compute(self, block: Block, op: Op, span: Span) -> None:
         inputs = [self._read(v, span, block.launch, block.steps) for v in op.inputs]
         metas, sizes = [self.slots[s].meta for s in inputs], self._sizes(span)
         plain = self.setting.compiler.compile(op, metas, sizes, {})
         stores: dict[int, int] = {}
         for index, value in enumerate(op.outputs):
-            target = self._target(value, block)
-            if target is not None:
+            target, reader = self._target(value, block), self._exchanged_by(value, span)
+            if reader is not None and plain.outputs[index].is_contiguous:
+                stores[index] = self._lend(block, reader, plain.outputs[index])
+            elif target is not None:
                 self._buffer(target, plain.outputs[index])
                 into = self._into(target, span, block.steps, block.launch)
                 if len(self.slots[into].meta.shape) == len(plain.outputs[index].shape):
@@ -144,6 +157,47 @@ class Builder(Memory):
         if before >= 0 and self.plan.launches[before].stream != block.lane:
             self.extra_waits.setdefault(block.launch, set()).add(before)
         self.sums[value] = (out, block.launch)
+
+    def _exchanged_by(self, value: str, span: Span) -> int | None:
+        """The exchanged launch that alone reads this part of a value."""
+        if value in self.layout.merged or self._only_reader(value) is None:
+            return None
+        for at in self.layout.readers[value]:
+            if at in self.exchanged and span_of(self.plan.launches[at].micro_batches) == span:
+                return at
+        return None
+
+    def _lend(self, block: Block, at: int, meta: Meta) -> int:
+        """A slot for the operand of an exchanged launch, in memory that other ranks read."""
+        exchange = self.exchanged[at]
+        slot = self.lent[at] = self._new(meta, block.lane)
+        self.slots[slot].kept = True
+        tensor = exchange.ring.view(exchange.ring.rank, exchange.number, meta)
+        block.steps.append(p.Lend(slot, tensor))
+        if exchange.after is not None and self.plan.launches[exchange.after].stream != block.lane:
+            self.extra_waits.setdefault(block.launch, set()).add(exchange.after)
+        return slot
+
+    def _exchange(self, block: Block, op: Op, span: Span) -> None:
+        """A collective by copies."""
+        source = self._read(op.inputs[0], span, block.launch, block.steps)
+        exchange, value = self.exchanged[block.launch], op.outputs[0]
+        if self.lent.get(block.launch) != source:
+            meta = self.slots[source].meta
+            lent = self._lend(block, block.launch, replace(meta, stride=row_major(meta.shape)))
+            block.steps.append(p.Store(lent, source))
+            self._copied(op.inputs[0], lent)
+            source = lent
+        out, into = self._collective_output(block, op, span, source, in_place=False)
+        function = exchange.ring.collective(
+            exchange.kind, exchange.number, self.slots[source].meta, last=exchange.last
+        )
+        block.steps.append(p.Communicate(function, source, out, blocking=into is not None))
+        self.slots[out].readers.append(block.launch)
+        if into is not None:
+            block.steps.append(p.Store(into, out))
+            self._copied(value, into)
+        self._add_up(block, [(value, out)])
 
     def _target(self, value: str, block: Block) -> str | None:
         """The buffered value that `value` is a part of: itself, or what is reduced in its place."""
@@ -203,6 +257,9 @@ class Builder(Memory):
     def _collective(self, block: Block, op: Op, span: Span) -> bool:
         span = self.everything if op.merged else span
         assert op.graph is not None, "ops of a plan's text are never run"
+        if block.launch in self.exchanged:
+            self._exchange(block, op, span)
+            return True
         node = next(n for n in op.graph.graph.nodes if n.op == "call_function")
         full = self._sizes(span)
         arguments = [

@@ -50,10 +50,8 @@ class _Writer:
             case p.Sum(out, left, right, in_place):
                 right_side = f"s{left}.add_(s{right})" if in_place else f"s{left} + s{right}"
                 self.lines.append(f"s{out} = {right_side}")
-            case p.Alias(out, source):
-                self.lines.append(f"s{out} = s{source}")
-            case p.Alloc(out, meta):
-                self.lines.append(f"s{out} = {self.bind('m', meta)}.empty()")
+            case p.Alias() | p.Alloc() | p.Lend():
+                self.lines.append(f"s{step.out} = {self.memory(step)}")
             case p.Store(into, source):
                 self.lines.append(f"s{into}.copy_(s{source}.reshape(s{into}.shape))")
             case p.Restride(out, source, meta):
@@ -61,6 +59,16 @@ class _Writer:
                 self.lines.append(
                     f"s{out} = s{source} if {made}.fits(s{source}) else {made}.copy_of(s{source})"
                 )
+
+    def memory(self, step: p.Alias | p.Alloc | p.Lend) -> str:
+        """Where a tensor comes from that nothing is written to yet."""
+        match step:
+            case p.Alias(source=source):
+                return f"s{source}"
+            case p.Alloc(meta=meta):
+                return f"{self.bind('m', meta)}.empty()"
+            case p.Lend(tensor=tensor):
+                return self.bind("t", tensor)
 
     def run(self, step: p.Run, last: Collection[int]) -> None:
         """An op's call; it alone holds the tensors of the `last` slots."""

@@ -78,6 +78,16 @@ def _run(
         env[slot] = None
 
 
+def _memory(step: p.Alias | p.Alloc | p.Lend, env: Env) -> Any:
+    match step:
+        case p.Alias(source=source):
+            return env[source]
+        case p.Alloc(meta=meta):
+            return meta.empty()
+        case p.Lend(tensor=tensor):
+            return tensor
+
+
 def perform(step: p.Step, env: Env, lanes: Lanes) -> Any:
     """One step; gives the Work of a collective."""
     match step:
@@ -91,10 +101,8 @@ def perform(step: p.Step, env: Env, lanes: Lanes) -> Any:
             return function(env[source], env[out], lanes.asynchronous and not blocking)
         case p.Sum(out, left, right, in_place):
             env[out] = env[left].add_(env[right]) if in_place else env[left] + env[right]
-        case p.Alias(out, source):
-            env[out] = env[source]
-        case p.Alloc(out, meta):
-            env[out] = meta.empty()
+        case p.Alias() | p.Alloc() | p.Lend():
+            env[step.out] = _memory(step, env)
         case p.Store(into, source):
             target = env[into]
             target.copy_(env[source].reshape(target.shape))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dynaflow_train.execute.compile import Function, OpCompiler
+    from dynaflow_train.execute.exchange import Connect
     from dynaflow_train.execute.specialise import Symbols
 
 Key = tuple[str, Span]
@@ -70,6 +71,7 @@ class Setting:
         compiler: compiles ops.
         kernel: (name, op, metas, sizes) -> (function, output metas), for launches with a kernel.
         device: where it runs.
+        connect: gives memory that other ranks can read, for collectives by copies (`exchange`).
     """
 
     symbols: Symbols
@@ -78,6 +80,7 @@ class Setting:
     compiler: OpCompiler
     kernel: Callable[..., tuple[Function, tuple[Meta, ...]]]
     device: torch.device
+    connect: Connect | None = None
 
 
 @dataclass

@@ -31,6 +31,14 @@ class Alloc:
 
 
 @dataclass(frozen=True)
+class Lend:
+    """`out` = a tensor that every call uses again."""
+
+    out: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Part:
     """`out` = samples `start` to `start + length` of `source`.
 
@@ -115,13 +123,13 @@ class Sum:
     in_place: bool
 
 
-Step = Alloc | Part | Restride | Run | Communicate | Store | Alias | Sum
+Step = Alloc | Lend | Part | Restride | Run | Communicate | Store | Alias | Sum
 
 
 def reads(step: Step) -> tuple[int, ...]:
     """The slots whose tensors a step reads or writes into."""
     match step:
-        case Alloc():
+        case Alloc() | Lend():
             return ()
         case Run(inputs=inputs):
             return inputs

@@ -30,6 +30,7 @@ from dynaflow_train.ir import Interval, Plan, Region
 
 if TYPE_CHECKING:
     from dynaflow_train.execute.compile import OpCompiler
+    from dynaflow_train.execute.exchange import Connect
     from dynaflow_train.execute.program import Program
 
 UNKNOWN_PARAMETERS = "it is not known which inputs are parameters, and stay where they are"
@@ -110,6 +111,7 @@ class Runner:
         records: of the forward; shared with the backward's runner, and by all candidates.
         candidate: which of several strategies it runs.
         recorder: device -> what records calls there, or None.
+        connector: device -> gives memory for collectives by copies, or None.
     """
 
     facts: GraphFacts
@@ -122,6 +124,7 @@ class Runner:
     records: Records = field(default_factory=Records)
     candidate: int = 0
     recorder: Callable[[torch.device], Recorder | None] = lambda device: None
+    connector: Callable[[torch.device], Connect | None] = lambda device: None
     entries: OrderedDict[Any, Entry] = field(default_factory=OrderedDict)
     streams: dict[str, Any] = field(default_factory=dict)
 
@@ -250,8 +253,9 @@ class Runner:
             torch.device("cpu"),
         )
         setting = Setting(
-            symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device
-        )
+            symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device,
+            self.connector(device),
+        )  # fmt: skip
         ticketed = not self._backward and self.facts.ticketed
         number = self.records.new() if ticketed else None
         tensor = None if number is None else torch.tensor(number, dtype=torch.int64)
