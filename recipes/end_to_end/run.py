@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,9 +23,27 @@ from recipes.end_to_end.runs import GRAPH, LINKS, MODES, RECIPE_FOR, Ran, Run, s
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+Sizes = dict[str, int | float]
+
 PLAIN, GIB = "plain", 2**30
-TINY = {"batch": 4, "length": 32, "hidden": 64, "layers": 2, "steps": 6, "skip": 2}
-FULL = {"batch": 2, "length": 4096, "hidden": 4096, "layers": 8, "steps": 200, "skip": 20}
+TINY: Sizes = {
+    "batch": 4,
+    "length": 32,
+    "hidden": 64,
+    "layers": 2,
+    "steps": 6,
+    "skip": 2,
+    "rate": 1e-2,
+}
+FULL: Sizes = {
+    "batch": 2,
+    "length": 4096,
+    "hidden": 4096,
+    "layers": 8,
+    "steps": 200,
+    "skip": 20,
+    "rate": 1e-4,
+}
 SHOWN = {
     "link": 7, "mode": 13, "tokens_per_s": 13, "q1": 9, "q3": 9, "speedup": 8, "final_loss": 11,
     "loss_difference": 16, "hidden_share": 13, "peak_gib": 9, "start_s": 8, "first_step_s": 13,
@@ -42,7 +59,11 @@ def arguments() -> argparse.Namespace:
     add("--links", nargs="+", help="no-p2p nvlink; on the CPU gloo (default: all)")
     add("--modes", nargs="+", choices=MODES, help="(default: all that the device can)")
     for name in FULL:
-        add(f"--{name}", type=int, help=f"(default: {FULL[name]}; on the CPU {TINY[name]})")
+        add(
+            f"--{name}",
+            type=type(FULL[name]),
+            help=f"(default: {FULL[name]}; on the CPU {TINY[name]})",
+        )
     add("--dtype", choices=("bf16", "mixed", "fp32"), help="(default: bf16; on the CPU fp32)")
     add("--recipe", type=Path, help="for every link (default: the one made for it)")
     add("--executor", choices=("inductor", "eager"), help="(default: the recipe's)")
@@ -59,7 +80,9 @@ def arguments() -> argparse.Namespace:
     can = [m for m in MODES if given.device == "cuda" or not m.endswith(GRAPH)]
     given.modes = given.modes or can
     if unknown := set(given.links) - set(LINKS[given.device]):
-        parser.error(f"no link {min(unknown)!r} on {given.device}: {', '.join(LINKS[given.device])}")
+        parser.error(
+            f"no link {min(unknown)!r} on {given.device}: {', '.join(LINKS[given.device])}"
+        )
     if impossible := set(given.modes) - set(can):
         parser.error(f"{min(impossible)} needs CUDA graphs, which --device {given.device} has not")
     if given.steps < given.skip + 3:
@@ -69,12 +92,13 @@ def arguments() -> argparse.Namespace:
 
 def plan(given: argparse.Namespace) -> Iterator[Run]:
     """All runs, link by link, each link's modes in the order in which they were asked for."""
-    sizes = ("steps", "batch", "length", "hidden", "layers", "dtype")
+    sizes = ("steps", "batch", "length", "hidden", "layers", "rate", "dtype")
     own = tuple(w for name in sizes for w in (f"--{name}", str(getattr(given, name))))
+    changes = {"executor": given.executor} if given.executor else {}
     for link in given.links:
         for mode in given.modes:
             recipe = given.recipe or RECIPE_FOR[link]
-            yield Run(f"{link}-{mode}", mode, link, given.device, recipe, given.executor, own)
+            yield Run(f"{link}-{mode}", mode, link, given.device, recipe, changes, own)
 
 
 def row(ran: Ran, skip: int) -> Row:
@@ -86,23 +110,27 @@ def row(ran: Ran, skip: int) -> Row:
     rates = spread([first["tokens_per_step"] / seconds for seconds in steady])
     ms = spread([seconds * 1e3 for seconds in steady])
     peaks = [look["most_reserved"] / GIB for rank in ran.ranks for look in rank["memory"]]
-    return named | {
-        "tokens_per_s": rates.median,
-        "q1": rates.low,
-        "q3": rates.high,
-        "ms": ms.median,
-        "steady_steps": len(steady),
-        "final_loss": ran.losses[-1],
-        "hidden_share": first["hidden_share"],
-        "peak_gib": max(peaks, default=None),
-        "start_s": first["began"] - ran.begun,
-        "first_step_s": first["ended"][0] - first["began"],
-        "transports": " ".join(ran.transports),
-        "gradient_error": ran.report.get("gradient_error"),
-        "graphs": "; ".join(ran.report.get("graphs", ())),
-        "says": "; ".join(ran.says),
-        "device": first["device"],
-    } | {f"version_{name}": text for name, text in first["versions"].items()}
+    return (
+        named
+        | {
+            "tokens_per_s": rates.median,
+            "q1": rates.low,
+            "q3": rates.high,
+            "ms": ms.median,
+            "steady_steps": len(steady),
+            "final_loss": ran.losses[-1],
+            "hidden_share": first["hidden_share"],
+            "peak_gib": max(peaks, default=None),
+            "start_s": first["began"] - ran.begun,
+            "first_step_s": first["ended"][0] - first["began"],
+            "transports": " ".join(ran.transports),
+            "gradient_error": ran.report.get("gradient_error"),
+            "graphs": "; ".join(ran.report.get("graphs", ())),
+            "says": "; ".join(ran.says),
+            "device": first["device"],
+        }
+        | {f"version_{name}": text for name, text in first["versions"].items()}
+    )
 
 
 def compare(found: Sequence[Ran], rows: Sequence[Row]) -> None:

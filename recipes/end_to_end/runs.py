@@ -12,9 +12,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train.config import MULTICAST_OFF, Recipe, for_child
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent
@@ -40,7 +43,7 @@ class Run:
     Attributes:
         name: of its folder. mode: one of MODES; "+graph" records CUDA graphs.
         link: "nvlink" (whatever NCCL finds), "no-p2p" (through host memory), or "gloo".
-        recipe: a file. executor: instead of the recipe's, or None.
+        recipe: a file. changes: what is otherwise in this run, by key.
         arguments: train.py's own.
     """
 
@@ -49,7 +52,7 @@ class Run:
     link: str
     device: Device
     recipe: Path
-    executor: str | None
+    changes: Mapping[str, Any]
     arguments: tuple[str, ...]
 
     def command(self, folder: Path) -> list[str]:
@@ -64,9 +67,8 @@ class Run:
 
     def _recipe(self, folder: Path) -> Path:
         """The file itself, or one with what this run changes."""
-        changes: dict[str, Any] = {"executor": self.executor} if self.executor else {}
-        if self.mode.endswith(GRAPH):
-            changes["cuda_graphs"] = True
+        graphs = {"cuda_graphs": True} if self.mode.endswith(GRAPH) else {}
+        changes = {**self.changes, **graphs}
         if not changes:
             return self.recipe
         path = folder / "recipe.yaml"
@@ -115,7 +117,9 @@ class Ran:
     @property
     def step_seconds(self) -> list[float]:
         """From each step's end to the next one's, of the rank that took longest."""
-        each = [[b - a for a, b in zip(r["ended"], r["ended"][1:], strict=False)] for r in self.ranks]
+        each = [
+            [b - a for a, b in zip(r["ended"], r["ended"][1:], strict=False)] for r in self.ranks
+        ]
         return [max(seconds) for seconds in zip(*each, strict=True)]
 
 
@@ -166,8 +170,8 @@ def _read(run: Run, folder: Path, begun: float, error: str | None) -> Ran:
     report = folder / "dynaflow" / "report.json"
     found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
     ways = _transports(folder)
-    if run.link == "no-p2p" and (not ways or any(way.startswith("P2P") for way in ways)):
-        error = f"NCCL_P2P_DISABLE=1 was set, yet NCCL's channels go through {ways or 'nothing'}"
+    if run.link == "no-p2p" and any(way.startswith("P2P") for way in ways):
+        error = f"NCCL_P2P_DISABLE=1 was set, yet NCCL's channels go through {', '.join(ways)}"
     says = [line.partition("dynaflow: ")[2] for line in said if "dynaflow: " in line]
     says += [line.partition("Warning: ")[2] for line in said if "DynaFlowWarning: " in line]
     return Ran(run, begun, ranks, found, ways, tuple(dict.fromkeys(says)), error)

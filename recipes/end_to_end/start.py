@@ -1,8 +1,8 @@
 """train.py with the recipe's tensor parallelism, and not by the launcher.
 
-    start.py plain ...          # the layers as they are: the run to compare with
-    start.py compile ...        # torch.compile for each layer, what a user has today
-    start.py callback ...       # Trainer(callbacks=[DynaFlowCallback(recipe)])
+start.py plain ...          # the layers as they are: the run to compare with
+start.py compile ...        # torch.compile for each layer, what a user has today
+start.py callback ...       # Trainer(callbacks=[DynaFlowCallback(recipe)])
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Watch(TrainerCallback):
