@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MIB = 2**20
-# A distance of two curves is one draw: a fourth run of eager would lie beyond the largest of three
-# such distances about once in four times, but hardly by half.
+# The distance of two curves is one draw, and one more reference run would lie beyond the largest of
+# six such draws once in a while, but hardly by half.
 FACTOR = 1.5
 ROUNDING = 1e-5  # of the loss: what fp32 sums in another order move, where nothing else does
 FLAT = {"allocated": MIB, "reserved": 20 * MIB}  # bytes; the second is one segment of the allocator

@@ -3,10 +3,11 @@
     python -m recipes.end_to_end.long_run --out folder                              # two GPUs
     python -m recipes.end_to_end.long_run --device cpu --steps 20 --out folder      # a rehearsal
 
-Eager runs twice with one seed, and once more in halves: the Trainer's own gradient accumulation
-over the same samples, which takes the sums of gradients in the order in which dual batch does.
-These three show how far rounding and unordered sums alone carry two equal trainings apart. Ours
-must be as near to eager. Exit status 1 if it is not, if memory grows, or if graphs were not used.
+Eager runs twice with one seed; once in halves, by the Trainer's own gradient accumulation over the
+same samples, which adds gradients up in the order in which dual batch does; and once with
+torch.compile for each layer, whose fused kernels round elsewhere, as ours do. These show how far
+rounding and unordered sums alone carry equal trainings apart: ours must be as near to eager. Exit
+status 1 if it is not, if memory grows, or if no graphs were used where there could be.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.end_to_end import curves
-from recipes.end_to_end.runs import GRAPH, RECIPES, Ran, Run, start
+from recipes.end_to_end.runs import GRAPH, RECIPES, Ran, Run, in_turn
 
-OURS, EAGER, AGAIN, HALVES, EXACT = "ours", "eager", "eager again", "eager in halves", "eager, fp32"
+OURS, EAGER, EXACT = "ours", "eager", "eager, fp32"
+AGAIN, HALVES, COMPILED = "eager again", "eager in halves", "compiled"
+REFERENCES = (EAGER, AGAIN, HALVES, COMPILED)
 LARGE = {"batch": 64, "length": 512, "hidden": 512, "layers": 4}
 TINY = {"batch": 4, "length": 32, "hidden": 64, "layers": 2}
 
@@ -38,6 +41,8 @@ def arguments() -> argparse.Namespace:
     add("--link", choices=("nvlink", "no-p2p"), default="nvlink")
     add("--fp32", action="store_true", help="also eager in fp32: how far bf16 itself is off")
     add("--limit", type=float, default=180.0, help="seconds a run may take")
+    add("--total", type=float, default=1800.0, help="seconds all may take")
+    add("--commit", help="what is measured, where there is no git to ask")
     add("--out", type=Path, required=True)
     given = parser.parse_args()
     for name, size in (LARGE if given.device == "cuda" else TINY).items():
@@ -63,6 +68,7 @@ def plan(given: argparse.Namespace) -> dict[str, Run]:
         OURS: ("launch" + GRAPH, dtype, 1),
         AGAIN: ("plain", dtype, 1),
         HALVES: ("plain", dtype, 2),
+        COMPILED: ("compile", dtype, 1),
     }
     if given.fp32:
         ways[EXACT] = ("plain", "fp32", 1)
@@ -103,7 +109,7 @@ def memory(found: dict[str, Ran], settled: int) -> dict[str, dict[str, int] | No
 def verdict(given: argparse.Namespace, found: dict[str, Ran]) -> tuple[bool, list[str], Any]:
     """Whether all holds, in words, and in figures."""
     window = max(1, given.steps // 20)
-    references = {name: found[name].losses for name in (EAGER, AGAIN, HALVES)}
+    references = {name: found[name].losses for name in REFERENCES}
     judged = curves.judge(found[OURS].losses, references, window)
     recorded, graphs = graphs_used(found[OURS], given.device)
     grown = memory(found, min(given.settled, given.steps // 2))
@@ -116,7 +122,9 @@ def verdict(given: argparse.Namespace, found: dict[str, Ran]) -> tuple[bool, lis
             shown[f"{name}, {EXACT}"] = far
     lines += [f"{name:>47}{d.largest:>12.2e}{d.mean:>12.2e}" for name, d in shown.items()]
     repeats = "the same bit for bit" if judged.repeats else "not the same bit for bit"
-    lines.append(f"eager run twice: {repeats}; allowed: {curves.FACTOR} times the largest of eager")
+    lines.append(
+        f"eager run twice: {repeats}; allowed: {curves.FACTOR} times the largest of theirs"
+    )
     ends = {name: curves.smoothed(ran.losses, window)[-1] for name, ran in found.items()}
     lines.append("at the end: " + ", ".join(f"{name} {loss:.4f}" for name, loss in ends.items()))
     lines += [graphs, *(_grown(name, each) for name, each in grown.items())]
@@ -152,8 +160,11 @@ def main() -> int:
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Ran] = {}
-    for name, run in plan(given).items():
-        ran = found[name] = start(run, given.out, given.limit)
+    runs = plan(given)
+    for name, ran in zip(
+        runs, in_turn(runs.values(), given.out, given.limit, given.total), strict=True
+    ):
+        found[name] = ran
         write(given, found, None)
         told = (
             f"{sum(ran.step_seconds):.1f} s for {given.steps} steps" if not ran.error else ran.error

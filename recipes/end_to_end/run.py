@@ -13,12 +13,11 @@ import argparse
 import csv
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynaflow_train.benchmarks.figures import spread
-from recipes.end_to_end.runs import GRAPH, LINKS, MODES, RECIPE_FOR, Ran, Run, start
+from recipes.end_to_end.runs import GRAPH, LINKS, MODES, RECIPE_FOR, Ran, Run, in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -183,14 +182,10 @@ def main() -> int:
     """Every run, the files, the table; 1 if a run failed."""
     given = arguments()
     given.out.mkdir(parents=True, exist_ok=True)
-    end, found, rows = time.monotonic() + given.total, [], []
-    for run in plan(given):
-        left = end - time.monotonic()
-        if left < 30:
-            found.append(Ran(run, 0.0, error=f"not started: --total {given.total:.0f} s are over"))
-        else:
-            print(f"{run.name} ...", flush=True)
-            found.append(start(run, given.out, min(given.limit, left)))
+    found: list[Ran] = []
+    rows: list[Row] = []
+    for ran in in_turn(plan(given), given.out, given.limit, given.total):
+        found.append(ran)
         rows = [row(ran, given.skip) | {"commit": given.commit} for ran in found]
         compare(found, rows)
         write(given, found, rows)

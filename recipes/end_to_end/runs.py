@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dynaflow_train.config import MULTICAST_OFF, Recipe, for_child
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent
@@ -31,6 +31,7 @@ RECIPE_FOR = {
 }
 ACCELERATE = RECIPES / "demo" / "accelerate.yaml"  # two processes, TP 2; train.py sets the dtype
 RANKS = 2
+LEAST_S = 30.0  # a run takes as long until its first step
 STOPPING_S = 45.0  # accelerate's agent gives its ranks 30 s
 
 Device = Literal["cuda", "cpu"]
@@ -121,6 +122,18 @@ class Ran:
             [b - a for a, b in zip(r["ended"], r["ended"][1:], strict=False)] for r in self.ranks
         ]
         return [max(seconds) for seconds in zip(*each, strict=True)]
+
+
+def in_turn(runs: Iterable[Run], out: Path, limit_s: float, total_s: float) -> Iterator[Ran]:
+    """Each run once the one before is through; those that the time is not enough for say so."""
+    end = time.monotonic() + total_s
+    for run in runs:
+        left = end - time.monotonic()
+        if left < LEAST_S:
+            yield Ran(run, 0.0, error=f"not started: the {total_s:.0f} s of --total are over")
+        else:
+            print(f"{run.name} ...", flush=True)
+            yield start(run, out, min(limit_s, left))
 
 
 def start(run: Run, out: Path, limit_s: float) -> Ran:
