@@ -191,9 +191,9 @@ def _read(run: Run, folder: Path, begun: float, error: str | None) -> Ran:
 
 
 def _cause(said: list[str]) -> str:
-    """The last line that names an exception; torch's own about failed ranks say nothing."""
+    """The last line that names an exception; torch's own about its ranks say nothing."""
     named = [line for line in said if re.search(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exit)\b", line)]
-    told = [line for line in named if "ChildFailedError" not in line]
+    told = [line for line in named if not re.search("ChildFailed|SignalException", line)]
     return next(reversed(told or said), "it said nothing").strip()[:300]
 
 

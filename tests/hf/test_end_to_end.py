@@ -39,7 +39,7 @@ def test_launched_and_by_callback_the_losses_are_the_plain_ones(tmp_path):
         assert float(row["final_loss"]) < 0.95 * math.log(256)  # it learns
         assert ("micro-batches [2, 2]" in row["says"]) == (name != "plain")
         if name != "plain":
-            assert float(row["gradient_error"]) < 1e-5
+            assert 0 < float(row["gradient_error"]) < 1e-4
             assert 0 <= float(row["hidden_share"]) <= 1
 
 
