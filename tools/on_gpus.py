@@ -1,4 +1,4 @@
-"""All that a machine with GPUs must show, in one call: the tests, then the timings.
+"""All that a machine with GPUs must show: the tests, the timings, then whole trainings.
 
     python -m tools.on_gpus --out results                       # two GPUs; --only picks parts
     python -m tools.on_gpus --out results --device cpu          # a rehearsal, a few minutes
@@ -20,6 +20,8 @@ BENCH = ("-m", "dynaflow_train.cli", "bench")
 STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow",
               "comm_overlap+graph", "dual_batch+graph")  # fmt: skip
 DEMO = ("recipes/demo/run.py",)
+END_TO_END = ("-m", "recipes.end_to_end.run")
+LONG_RUN = ("-m", "recipes.end_to_end.long_run")
 CASES = ("8b-2x4096", "8b-2x1024", "70b-2x4096", "70b-2x1024")
 LINKS = ("nvlink", "no-p2p")
 
@@ -29,14 +31,30 @@ def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str
     if device == "cpu":
         tiny = ("--device", "cpu", "--cases", "tiny", "--executor", "eager", "--rounds", "3")
         folder = ("--out", str(out / "tiny"))
-        return {"tests": (300, PYTEST), "tiny": (600, (*BENCH, *tiny, *STRATEGIES, *folder))}
+        on_cpu, short = ("--device", "cpu"), ("--steps", "20")
+        return {
+            "tests": (300, PYTEST),
+            "tiny": (600, (*BENCH, *tiny, *STRATEGIES, *folder)),
+            "end-to-end": (400, trainings(END_TO_END, out / "end-to-end", 400, *on_cpu)),
+            "long-run": (400, trainings(LONG_RUN, out / "long-run", 400, *on_cpu, *short)),
+        }
     found: dict[str, tuple[int, tuple[str, ...]]] = {"tests": (420, PYTEST), "demo": (150, DEMO)}
     for case in CASES:
         for link in LINKS:  # the second finds everything compiled by the first
             where = ("--cases", case, "--links", link, "--out", str(out / f"{link}-{case}"))
             run = (*BENCH, *where, "--rounds", str(rounds), *STRATEGIES)
             found[f"{link}-{case}"] = (240, run)
+    for link in reversed(LINKS):
+        where = ("--links", link)
+        name = f"end-to-end-{link}"
+        found[name] = (580, trainings(END_TO_END, out / name, 580, *where))
+    found["long-run"] = (480, trainings(LONG_RUN, out / "long-run", 480))
     return found
+
+
+def trainings(command: tuple[str, ...], out: Path, limit_s: int, *words: str) -> tuple[str, ...]:
+    """Ends by itself a minute early: what is stopped from here leaves its ranks behind."""
+    return (*command, *words, "--total", str(limit_s - 60), "--out", str(out))
 
 
 def main() -> int:
@@ -53,7 +71,7 @@ def main() -> int:
     for name, (limit_s, command) in parts(given.device, given.out, given.rounds).items():
         if given.only and name not in given.only:
             continue
-        if given.commit and command[: len(BENCH)] == BENCH:
+        if given.commit and command[:2] in (BENCH[:2], END_TO_END, LONG_RUN):
             command = (*command, "--commit", given.commit)
         start, log = time.monotonic(), given.out / f"{name}.log"
         with log.open("w") as text:

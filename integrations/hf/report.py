@@ -91,6 +91,7 @@ def write(model: nn.Module, folder: Path, facts: Mapping[str, Any]) -> None:
         **facts,
         "hidden_share": explained.hidden_share if explained else None,
         "copied_bytes": sum(size for each in used for size in each.copies.values()),
+        "graphs": list(explained.graphs),
         "torch": torch.__version__,
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
