@@ -192,11 +192,13 @@ class Explanations(tuple[Explanation, ...]):
     Attributes:
         choices: what `auto` chose in each context, and from what.
         graphs: of each plan, what was recorded as CUDA graphs, or why not.
+        nccl: what became of the recipe's options for NCCL.
         compiled: whether the model is compiled at all.
     """
 
     choices: tuple[Choice, ...] = ()
     graphs: tuple[str, ...] = ()
+    nccl: tuple[str, ...] = ()
     compiled: bool = True
 
     @property
@@ -207,10 +209,10 @@ class Explanations(tuple[Explanation, ...]):
         return hidden / total if total else 1.0
 
     def __str__(self) -> str:
-        graphs = ("\n".join(self.graphs),) if self.graphs else ()
+        last = ["\n".join(lines) for lines in (self.graphs, self.nccl) if lines]
         if not self.compiled:
             return "the model is not compiled: call df.compile(model, ...) first."
-        return "\n\n".join(map(str, (*self.choices, *self, *graphs))) or (
+        return "\n\n".join(map(str, (*self.choices, *self, *last))) or (
             "nothing was measured yet: each context is measured at its third training step."
         )
 
@@ -230,6 +232,8 @@ def explain(model: torch.nn.Module) -> Explanations:
         if used.graphs
     )
     found.compiled = bool(sessions(model))
+    texts = [text for one in sessions(model) for text in (*one.groups.says, *one.unused())]
+    found.nccl = tuple(dict.fromkeys(texts))
     captures = [capture for session in sessions(model) for capture in session.captures]
     found.choices = tuple(choice for capture in captures for choice in capture.choices)
     return found

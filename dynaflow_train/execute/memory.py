@@ -25,7 +25,7 @@ from dynaflow_train.execute.program import (
 from dynaflow_train.ir import Axis, Plan, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dynaflow_train.execute.compile import Function, OpCompiler
     from dynaflow_train.execute.specialise import Symbols
@@ -70,6 +70,7 @@ class Setting:
         compiler: compiles ops.
         kernel: (name, op, metas, sizes) -> (function, output metas), for launches with a kernel.
         device: where it runs.
+        groups: stream, name of a group -> the group that collectives there run on instead.
     """
 
     symbols: Symbols
@@ -78,6 +79,7 @@ class Setting:
     compiler: OpCompiler
     kernel: Callable[..., tuple[Function, tuple[Meta, ...]]]
     device: torch.device
+    groups: Mapping[tuple[str, str], torch.distributed.ProcessGroup]
 
 
 @dataclass
