@@ -74,7 +74,7 @@ def _panel(axes: Any, judged: Judged, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("forward + backward, ms (median, quartiles)")
     first = rows[0]
     axes.set_title(
-        f"{judged.case}, {judged.link}\n{first['ranks']} x {first['device']}, {first['rounds']} "
+        f"{judged.case}, {judged.place}\n{first['ranks']} x {first['device']}, {first['rounds']} "
         f"rounds, torch {first['version_torch']}",
         fontsize=9,
     )

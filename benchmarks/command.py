@@ -1,4 +1,4 @@
-"""`dynaflow bench`: reads the command line, runs each link's group, writes what was found."""
+"""`dynaflow bench`: reads the command line, runs a group for each link, writes what was found."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LINKS = {"cuda": ("nvlink", "no-p2p"), "cpu": ("gloo",)}
+MOST_CONNECTIONS = 32
 LEAST_ROUNDS = 20  # below, it is a rehearsal
 
 
@@ -29,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cases", nargs="+", default=["all"], help="names, with * for anything (default: all)")
     add("--links", nargs="+", help="nvlink no-p2p; on the CPU gloo (default: all of the device)")
-    add("--strategies", nargs="+", help="'name parameter=value', '+graph' appended for CUDA graphs")
+    add("--connections", nargs="+", type=int, help="values of CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32")
+    add(
+        "--strategies",
+        nargs="+",
+        help="'name parameter=value', then '+graph' for CUDA graphs, '+ctas=8' for NCCL's limit, '+copies'",
+    )
     add("--rounds", type=int, default=LEAST_ROUNDS, help="steps of each variant (default: 20)")
     add("--ranks", "--world", type=int, help="(default: all GPUs; 2 on the CPU)")
     add("--device", choices=tuple(LINKS), help="(default: cuda where there is one)")
@@ -68,7 +74,8 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
         )
     from dynaflow_train.benchmarks import chart, group, report  # noqa: PLC0415 - need transformers
 
-    links, job = _job(given, typed)
+    jobs = _jobs(given, typed)
+    job = jobs[0]
     if not given.no_charts:
         chart.check()
     job_folder = Path(job.out)
@@ -84,27 +91,27 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
         report.write(judged, results, failures, job_folder)
         say(report.table(judged[-1]) + "\n")
 
-    for link in links:
-        for case, error in group.run(_on(job, link), seen).items():
-            failures[f"{case} {link}"] = error
-            say(f"{case}, {link}: FAILED: {error}\n")
+    for each in jobs:
+        for case, error in group.run(each, seen).items():
+            failures[f"{case} {each.place}"] = error
+            say(f"{case}, {each.place}: FAILED: {error}\n")
     if results:
         report.write(judged, results, failures, job_folder)
     for case in dict.fromkeys(each.case for each in judged if not given.no_charts):
         chart.draw([each for each in judged if each.case == case], job_folder / f"{case}.svg")
-    broken = [f"{r['case']} {r['link']} {name}" for r in results for name in r["failed"]]
-    say(f"{len(results)} of {len(links) * len(job.cases)} cases measured; {job_folder}/results.csv")
+    broken = [
+        f"{each.case} {each.place} {name}"
+        for each, result in zip(judged, results, strict=True)
+        for name in result["failed"]
+    ]
+    say(f"{len(results)} of {len(jobs) * len(job.cases)} cases measured; {job_folder}/results.csv")
     if failures or broken:
         say(f"failed: {', '.join([*failures, *broken])}")
     return int(bool(failures or broken))
 
 
-def _on(job: Job, link: str) -> Job:
-    return dataclasses.replace(job, link=link)
-
-
-def _job(given: argparse.Namespace, typed: Sequence[str]) -> tuple[Sequence[str], Job]:
-    """Everything checked before a process starts."""
+def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
+    """One for each link and number of connections; everything checked before a process starts."""
     from dynaflow_train.benchmarks import variants  # noqa: PLC0415 - needs transformers
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,16 +129,23 @@ def _job(given: argparse.Namespace, typed: Sequence[str]) -> tuple[Sequence[str]
     for name, value in (("--rounds", given.rounds), ("--ranks", ranks), ("--limit", given.limit)):
         if value < 1:
             raise RecipeError(f"{name} must be at least 1, found {value:g}")
+    for number in given.connections or ():
+        if not 1 <= number <= MOST_CONNECTIONS:
+            allowed = f"from 1 to {MOST_CONNECTIONS}, which is all that CUDA takes"
+            raise RecipeError(f"--connections must be {allowed}, found {number}")
     names = cases.pick(given.cases)
     for name in names:
         cases.CASES[name].cut(ranks)
     strategies = tuple(given.strategies or variants.STRATEGIES)
     variants.variants(strategies, ablation=given.ablation)  # refuses what does not exist
     note = {"commit": given.commit or _commit(), "command": shlex.join(["dynaflow", *typed])}
-    return links, Job(
+    job = Job(
         tuple(names), strategies, "", device, ranks, given.rounds, given.executor, given.ablation,
         given.cold, given.limit, str(given.out), note=note,
     )  # fmt: skip
+    connections = dict.fromkeys(given.connections or (None,))
+    places = [(link, number) for link in dict.fromkeys(links) for number in connections]
+    return [dataclasses.replace(job, link=on, connections=number) for on, number in places]
 
 
 def _commit() -> str | None:

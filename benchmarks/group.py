@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynaflow_train.config import MULTICAST_OFF, for_child
+from dynaflow_train.config import CONNECTIONS_VARIABLE, MULTICAST_OFF, for_child
 
 if TYPE_CHECKING:
     from dynaflow_train.benchmarks.job import Job
@@ -29,7 +29,7 @@ def run(job: Job, seen: Seen) -> dict[str, str]:
         seen: gets the file of each case as soon as it is there.
     """
     stale = [job.result(case) for case in job.cases]
-    for path in [*stale, *Path(job.out).glob(f"logs/{job.link}.rank*.txt")]:
+    for path in [*stale, *Path(job.out).glob(f"logs/{job.place}.rank*.txt")]:
         path.unlink(missing_ok=True)
     left, failures = list(job.cases), {}
     while left:
@@ -56,12 +56,14 @@ def _start(job: Job, scratch: Path) -> list[subprocess.Popen[bytes]]:
     changes |= MULTICAST_OFF | {"DYNAFLOW_CACHE": "off"}
     if job.link == "no-p2p":
         changes["NCCL_P2P_DISABLE"] = "1"
+    if job.connections is not None:
+        changes[CONNECTIONS_VARIABLE] = str(job.connections)
     if job.device == "cpu":
         changes |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes: list[subprocess.Popen[bytes]] = []
     for rank in range(job.ranks):
         own = changes | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (logs / f"{job.link}.rank{rank}.txt").open("ab") as log:
+        with (logs / f"{job.place}.rank{rank}.txt").open("ab") as log:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "dynaflow_train.benchmarks.rank", str(path)],

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self
 
 @dataclass(frozen=True)
 class Job:
-    """One link, several cases.
+    """One link and number of connections, several cases.
 
     Attributes:
         cases, strategies: by name, checked.
         link: "nvlink" (whatever NCCL finds), "no-p2p" (through host memory), or "gloo".
+        connections: CUDA_DEVICE_MAX_CONNECTIONS of its ranks; None leaves what is set, or not.
         out: folder for results and logs. scratch: folder of this group, for its store and errors.
         limit_s: seconds that a case may take, and that a rank waits for the others.
         cold: compile every variant with an empty cache of its own.
@@ -33,6 +34,7 @@ class Job:
     cold: bool
     limit_s: float
     out: str
+    connections: int | None = None
     scratch: str = ""
     note: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
@@ -48,9 +50,15 @@ class Job:
             content[key] = tuple(content[key])
         return cls(**content)
 
+    @property
+    def place(self) -> str:
+        """Names its files: the link, and the connections where they are asked for."""
+        asked = self.connections is not None
+        return f"{self.link}.{self.connections}-connections" if asked else self.link
+
     def result(self, case: str) -> Path:
         """Where the result of a case goes."""
-        return Path(self.out) / f"{case}.{self.link}.json"
+        return Path(self.out) / f"{case}.{self.place}.json"
 
     def error(self, rank: int) -> Path:
         """Where a rank leaves what made it fail."""

@@ -180,7 +180,8 @@ def _notes(each: Prepared) -> dict[str, Any]:
     ]
     recorded = sum(each.milliseconds for each in recordings) if recordings else None
     reasons = dict.fromkeys(p.plan.reason for p in api.plans(model) if p.plan.reason)
-    words = [*map(str, found.choices), *found.graphs, *(f"ran uncut: {r}" for r in reasons)]
+    uncut = [f"ran uncut: {reason}" for reason in reasons]
+    words = [*map(str, found.choices), *found.graphs, *found.nccl, *uncut]
     return {"recorded_ms": recorded, "says": "\n".join(words)}
 
 

@@ -25,7 +25,7 @@ from torch.cuda import nccl
 
 from dynaflow_train.benchmarks.job import Job
 from dynaflow_train.benchmarks.measure import CaseRun
-from dynaflow_train.config import environment
+from dynaflow_train.config import CONNECTIONS_VARIABLE, environment
 
 
 def main(path: str) -> None:
@@ -103,6 +103,7 @@ def _about(job: Job, device: torch.device) -> dict[str, Any]:
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl.version()))}
     return {
         "link": job.link,
+        "connections": environment().variables.get(CONNECTIONS_VARIABLE),
         "ranks": job.ranks,
         "rounds": job.rounds,
         "executor": job.executor,

@@ -30,6 +30,7 @@ class Judged:
     """A case on a link.
 
     Attributes:
+        connections: CUDA_DEVICE_MAX_CONNECTIONS, None where it was not set.
         base: the best baseline. without: its step without collectives.
         limit_ms: what no order of this work can beat.
         rows: one a variant; those that did not run say why.
@@ -38,11 +39,17 @@ class Judged:
 
     case: str
     link: str
+    connections: str | None
     base: str
     without: str
     limit_ms: float
     rows: list[Row]
     ablation: list[Row]
+
+    @property
+    def place(self) -> str:
+        """Link and connections, for a title."""
+        return self.link + (f", {self.connections} connections" if self.connections else "")
 
     @property
     def best(self) -> Row | None:
@@ -67,6 +74,7 @@ def judge(result: Mapping[str, Any]) -> Judged:
         bare = medians[without]
         limit = figures.limit_ms(figures.phases(times[base]), figures.phases(times[without]))
     shared = {"base": base, "limit_ms": limit, "without_ms": bare, **_origin(result)}
+    where = {key: result[key] for key in ("case", "link", "connections")}
     rows: list[Row] = []
     for name in names:
         parts = figures.phases(times[name])
@@ -74,8 +82,7 @@ def judge(result: Mapping[str, Any]) -> Judged:
         ratios = figures.ratios(steps[base], steps[name])
         rows.append(
             {
-                "case": result["case"],
-                "link": result["link"],
+                **where,
                 "variant": name,
                 "kind": found[name]["kind"],
                 "ms": middle.median,
@@ -95,10 +102,9 @@ def judge(result: Mapping[str, Any]) -> Judged:
     idle = [(name, f"skipped: {why}") for name, why in result["skipped"].items()]
     idle += [(name, f"failed: {why}") for name, why in result["failed"].items()]
     for name, why in idle:
-        row = dict.fromkeys(rows[0]) | {"case": result["case"], "link": result["link"]}
-        rows.append(row | {"variant": name, "note": why} | shared)
+        rows.append(dict.fromkeys(rows[0]) | where | {"variant": name, "note": why} | shared)
     ablation = _ablation(steps, medians)
-    return Judged(result["case"], result["link"], base, without, limit, rows, ablation)
+    return Judged(**where, base=base, without=without, limit_ms=limit, rows=rows, ablation=ablation)
 
 
 def _facts(found: Mapping[str, Any], name: str) -> Row:
@@ -149,8 +155,8 @@ def _ablation(steps: Mapping[str, Sequence[float]], medians: Mapping[str, float]
 def table(judged: Judged) -> str:
     """For people."""
     head = (
-        f"{judged.case}, {judged.link}: best baseline {judged.base}, limit {judged.limit_ms:.3f} ms"
-        f" (without collectives: {judged.without})"
+        f"{judged.case}, {judged.place}: best baseline {judged.base}, limit {judged.limit_ms:.3f} "
+        f"ms (without collectives: {judged.without})"
     )
     lines = [head, "  ".join(f"{name:>{width}}" for name, width in SHOWN.items())]
     for row in judged.rows:

@@ -5,19 +5,17 @@ A new baseline is one function from a `Bed` to a step, and a line in `BASELINES`
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
+from dynaflow_train.benchmarks import specs
 from dynaflow_train.benchmarks.models import build, share
+from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
-from dynaflow_train.errors import RecipeError
 from dynaflow_train.execute.graphs import UNTIL_RECORDED
-from dynaflow_train.strategies import BUILT_IN
 from dynaflow_train.strategies.auto import Auto
-from dynaflow_train.strategies.named import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from dynaflow_train.benchmarks.cases import Case
     from dynaflow_train.strategy import Strategy
 
-GRAPH, TOGETHER = "+graph", "split_wgrad=false"
 WITHOUT = ", no collectives"
 
 
@@ -151,34 +148,10 @@ def bare_of(baseline: str, names: Sequence[str]) -> str:
     return own if own in names else UNCUT + WITHOUT
 
 
-def strategy_of(line: str) -> tuple[Strategy, bool]:
-    """A strategy, and whether it is recorded as CUDA graphs.
-
-    Args:
-        line: `name parameter=value ...`, then `+graph`. `split_wgrad=false` keeps the gradients of
-            parameters in the ops of the activations' gradients.
-
-    Raises:
-        RecipeError: no such strategy or parameter, with the nearest that exists.
-    """
-    text, graph = line.removesuffix(GRAPH), line.endswith(GRAPH)
-    words = text.split()
-    together = TOGETHER in words
-    strategy = parse(BUILT_IN, " ".join(word for word in words if word != TOGETHER))
-    if not together:
-        return strategy, graph
-    if len(strategy.alternatives) > 1:
-        raise RecipeError(f"{line!r}: {TOGETHER} is a setting of one strategy, auto tries several")
-    kind = type(strategy)
-    plain = type(f"{kind.__name__}Together", (kind,), {"split_wgrad": False, "name": kind.name})
-    fields = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(kind)}
-    return plain(**fields), graph
-
-
 def ours(bed: Bed, line: str) -> PlainStep:
     """A strategy on the whole stack of layers."""
-    strategy, graph = strategy_of(line)
-    model = api.compile(bed.sharded(), strategy, executor=bed.executor, cuda_graphs=graph)
+    spec = specs.read(line)
+    model = api.compile(bed.sharded(), spec.strategy, executor=bed.executor, **spec.options)
     return PlainStep(model, bed.batch, bed.clock)
 
 
@@ -194,12 +167,12 @@ def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
 
     Raises:
-        RecipeError: as `strategy_of`.
+        RecipeError: as `specs.read`.
     """
     asked = [*lines, *(name for _, *pair in ABLATION for name in pair if ablation)]
     found = list(BASELINES)
     for line in dict.fromkeys(asked):
-        strategy, graph = strategy_of(line)
-        make = functools.partial(ours, line=line)
-        found.append(Variant(line, make, "ours", graph, warmups(strategy, graph=graph)))
+        spec, make = specs.read(line), functools.partial(ours, line=line)
+        ready = warmups(spec.strategy, graph=spec.graph)
+        found.append(Variant(line, make, "ours", spec.graph, ready))
     return [*found, *BARE]

@@ -296,6 +296,7 @@ class _Stages:
             session.compiler,
             make_plan,
             session.kernel,
+            session.groups,
             fast=recipe.engine == "fast",
             dynamic=strategy.dynamic,
             max_contexts=recipe.max_contexts,

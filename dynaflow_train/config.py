@@ -21,6 +21,7 @@ Engine = Literal["fast", "interpreter"]
 TensorParallel = Literal["merged", "host"]
 Host = Literal["hf", "megatron"]
 Transfer = Literal["group", "copy_engine"]
+Priority = Literal["normal", "high"]
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "region": get_args(RegionKind),
@@ -29,8 +30,27 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "tensor_parallel": get_args(TensorParallel),
     "transfer": get_args(Transfer),
     "host": (*get_args(Host), None),
+    "priority": get_args(Priority),
 }
-_LEAST = {"max_micro_batches": 1, "max_contexts": 1, "batch_dim": 0}
+_LEAST = {"max_micro_batches": 1, "max_contexts": 1, "batch_dim": 0, "max_ctas": 1, "min_ctas": 1}
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What NCCL is told for the collectives of one stream; None leaves it to NCCL.
+
+    Attributes:
+        max_ctas, min_ctas: thread blocks of a collective's kernel, each of which takes an SM.
+        priority: of the stream. Without it "comm" is high, others are normal.
+    """
+
+    max_ctas: int | None = None
+    min_ctas: int | None = None
+    priority: Priority | None = None
+
+    def __str__(self) -> str:
+        values = dataclasses.asdict(self).items()
+        return ", ".join(f"{name} {value}" for name, value in values if value is not None)
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ class Recipe:
         transfer: what moves the data of all-reduces, all-gathers and reduce-scatters: their process
             "group", or the "copy_engine" of GPUs on one host, which leaves the SMs to compute.
         cuda_graphs: record each phase as one CUDA graph after a few steps and replay it.
+        nccl: by the name of a stream, a mapping with the keys of `StreamOptions`.
         max_contexts: plans kept per region; the oldest goes.
         tensor_parallel: "merged", our plan with one reduction per block input, or the "host"'s own.
         host: the system whose integration the launcher applies, or None.
@@ -70,6 +91,7 @@ class Recipe:
     agree_timeout_s: float = 60.0
     transfer: Transfer = "group"
     cuda_graphs: bool = False
+    nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Any], hash=False)
     max_contexts: int = 16
     tensor_parallel: TensorParallel = "merged"
     host: Host | None = None
@@ -77,7 +99,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check(self.to_dict(), "recipe")
-        object.__setattr__(self, "parameters", dict(self.parameters))  # the caller keeps theirs
+        own = self.to_dict()  # the caller keeps theirs
+        for name in ("parameters", "nccl"):
+            object.__setattr__(self, name, own[name])
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -132,7 +156,14 @@ class Recipe:
         values = {name: getattr(self, name) for name in _NAMES}
         if isinstance(self.parameters, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             values["parameters"] = dict(self.parameters)
+        if _refused("nccl", self.nccl) is None:
+            values["nccl"] = {stream: dict(given) for stream, given in self.nccl.items()}
         return values
+
+    @property
+    def streams(self) -> dict[str, StreamOptions]:
+        """`nccl`, by stream."""
+        return {stream: StreamOptions(**given) for stream, given in self.nccl.items()}
 
     def dump(self, path: str | Path) -> None:
         """Writes a file that `load` reads back to an equal recipe."""
@@ -141,6 +172,7 @@ class Recipe:
 
 
 _NAMES = tuple(f.name for f in dataclasses.fields(Recipe))
+_OF_STREAM = tuple(f.name for f in dataclasses.fields(StreamOptions))
 
 
 def nearest(name: str, names: Collection[str]) -> str:
@@ -157,6 +189,26 @@ def _check(content: Mapping[str, Any], source: str) -> None:
         if allowed := _refused(name, value):
             kind = type(value).__name__
             raise RecipeError(f"{source}: {name!r} must be {allowed}, found {value!r} ({kind})")
+        if name == "nccl":
+            for stream, given in value.items():
+                _check_stream(stream, given, f"{source}: nccl of stream {stream!r}")
+
+
+def _check_stream(stream: str, given: Mapping[Any, Any], source: str) -> None:
+    for key in given:
+        if key not in _OF_STREAM:
+            raise RecipeError(f"{source}: unknown key {key!r}. {nearest(str(key), _OF_STREAM)}")
+    _check(given, source)
+    if not given:
+        raise RecipeError(f"{source}: says nothing; give {', '.join(_OF_STREAM)} or leave it out")
+    least, most = given.get("min_ctas", 1), given.get("max_ctas")
+    if most is not None and least > most:
+        raise RecipeError(f"{source}: min_ctas {least} is above max_ctas {most}; lower it")
+    if stream == "compute" and "priority" in given:
+        raise RecipeError(
+            f"{source}: 'compute' is the caller's own stream, its priority is set where the caller "
+            "makes it; leave priority out"
+        )
 
 
 def _refused(name: str, value: object) -> str | None:
@@ -176,6 +228,12 @@ def _refused(name: str, value: object) -> str | None:
             isinstance(key, str) for key in cast("Mapping[object, object]", value)
         )
         allowed = "a mapping of parameter names to values"
+    elif name == "nccl":
+        ok = isinstance(value, Mapping) and all(
+            isinstance(stream, str) and isinstance(given, Mapping)
+            for stream, given in cast("Mapping[object, object]", value).items()
+        )
+        allowed = f"a mapping of streams' names to mappings with {', '.join(_OF_STREAM)}"
     else:
         ok, allowed = isinstance(value, str), "text"
         if name == "strategy":
@@ -192,7 +250,8 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-_WATCHED = (*MULTICAST_OFF, "NCCL_P2P_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WATCHED = (*MULTICAST_OFF, "NCCL_P2P_DISABLE", CONNECTIONS_VARIABLE)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dynaflow_train.choices import Choice, Chooser, machine
-from dynaflow_train.config import environment
+from dynaflow_train.config import environment, nearest
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
 from dynaflow_train.execute.graphs import UNTIL_RECORDED, CudaRecorder, Recorder
+from dynaflow_train.execute.groups import Groups
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
 from dynaflow_train.execute.symmetric import Rings
@@ -82,15 +83,19 @@ class Session:
         strategy, recipe: what was asked for.
         compiler: compiled ops, shared over regions so that equal layers are compiled once.
         captures: what was captured so far, in order.
+        groups: process groups of streams with options of their own.
         warned: reasons that were told already.
+        streams: those that any plan used, in order of first use.
     """
 
     strategy: Strategy
     recipe: Recipe
     compiler: OpCompiler = field(init=False)
+    groups: Groups = field(init=False)
     registry: Registry = field(default_factory=default_registry)
     captures: list[Capture] = field(default_factory=list)
     warned: set[str] = field(default_factory=set)
+    streams: dict[str, None] = field(default_factory=dict)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     recorders: dict[torch.device, Recorder] = field(default_factory=dict["torch.device", Recorder])
     rings: Rings | None = None
@@ -98,6 +103,7 @@ class Session:
     def __post_init__(self) -> None:
         check_torch(torch.__version__)
         self.compiler = OpCompiler(self.recipe.executor)
+        self.groups = Groups(self.recipe.streams, self._heard, self.warn)
 
     @property
     def max_micro_batches(self) -> int:
@@ -123,7 +129,8 @@ class Session:
             return texts
 
         graphs = self.recipe.cuda_graphs
-        known = (identity, *shape, *machine(), f"cuda_graphs {graphs}")
+        limits = [f"{stream} {options}" for stream, options in sorted(self.groups.options.items())]
+        known = (identity, *shape, *machine(), f"cuda_graphs {graphs}", *limits)
         chooser = Chooser(capture.name, names, known, exchange, auto.cache)
         capture.choices = chooser.found
         warmups = auto.warmups + (UNTIL_RECORDED if graphs else 0)
@@ -164,7 +171,25 @@ class Session:
         if plan.reason is not None:
             where = f"{region.name} {region.phase}"
             self.warn(f"{where} runs sequentially: {plan.reason}", plan.reason)
+        self.streams |= dict.fromkeys(plan.streams)
+        last = [*self.strategy.alternatives.values()][-1]
+        if strategy is last and region.phase == "backward" and plan.reason is None:
+            for text in self.unused():
+                self.warn(text)
         return plan
+
+    def unused(self) -> list[str]:
+        """Streams that the recipe has options for, but no plan a launch on."""
+        return [
+            f"nccl has options for stream {stream!r}, but no launch is on it. "
+            f"{nearest(stream, self.streams)}"
+            for stream in self.groups.options
+            if stream not in self.streams
+        ]
+
+    def _heard(self, group: str, text: str) -> list[str]:
+        """What the group's ranks say in the same place."""
+        return gather(text, **self._among(group, "nccl"))
 
     def _agree(self, plan: Plan, region: Region, group: str) -> None:
         """Compare with the group's other ranks."""

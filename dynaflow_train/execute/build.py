@@ -266,7 +266,8 @@ class Builder(Memory):
             full.number(a.meta["val"] if isinstance(a, fx.Node) else a, size=False)
             for a in node.args
         ]
-        function = bind(node, arguments)
+        own = self.setting.groups.get((block.lane, str(op.group)))
+        function = bind(node, arguments, own)
         if function is None or len(op.inputs) != 1 or len(op.outputs) != 1:
             return False
         source, value = self._read(op.inputs[0], span, block.launch, block.steps), op.outputs[0]

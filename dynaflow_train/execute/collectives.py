@@ -18,9 +18,12 @@ _REDUCE = {
 }
 Work = Any
 Collective = Callable[[torch.Tensor, torch.Tensor, bool], Work]
+DIRECT = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})  # for `bind`
 
 
-def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
+def bind(
+    node: fx.Node, arguments: Sequence[Any], own: dist.ProcessGroup | None = None
+) -> Collective | None:
     """`launch(input, output, asynchronous) -> Work | None` for a functional collective's node.
 
     The process group is called directly: torch.distributed's Python checks cost more than a launch.
@@ -29,12 +32,13 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
     Args:
         node: the collective.
         arguments: its arguments as numbers and names, the tensor first.
+        own: the group it runs on in place of the one it names.
 
     Returns:
         None for a kind that has no direct form; it then runs as the functional operator.
     """
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    group = dist.distributed_c10d._resolve_process_group(cast("Any", str(arguments[-1])))
+    group = resolve(str(arguments[-1])) if own is None else own
 
     def done(work: Work, later: bool) -> Work:
         if later:
@@ -59,6 +63,11 @@ def bind(node: fx.Node, arguments: Sequence[Any]) -> Collective | None:
             group.alltoall_base(out, x, received, sent, options[later]), later
         )
     return None
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return dist.distributed_c10d._resolve_process_group(cast("Any", name))
 
 
 def _options(kind: Callable[[], Any], reduce: str | None = None) -> tuple[Any, Any]:

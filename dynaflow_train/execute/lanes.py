@@ -15,7 +15,10 @@ import torch
 from dynaflow_train.execute.program import MAIN, Block
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+HIGH, NORMAL = -1, 0
+PRIORITIES = {"comm": HIGH}  # unless the recipe says otherwise; others are normal
 
 
 class CpuLanes:
@@ -63,13 +66,18 @@ class CudaLanes:
     asynchronous = False
 
     def __init__(
-        self, blocks: Sequence[Block], device: torch.device, streams: dict[str, torch.cuda.Stream]
+        self,
+        blocks: Sequence[Block],
+        device: torch.device,
+        streams: dict[str, torch.cuda.Stream],
+        priorities: Mapping[str, int],
     ) -> None:
         self.device, self.streams = device, streams
         self.names = tuple(dict.fromkeys(b.lane for b in blocks if b.lane != MAIN))
         for name in self.names:
             if name not in streams:
-                streams[name] = torch.cuda.Stream(device, priority=-1 if name == "comm" else 0)
+                priority = {**PRIORITIES, **priorities}.get(name, NORMAL)
+                streams[name] = torch.cuda.Stream(device, priority=priority)
         self.events = {b.launch: torch.cuda.Event() for b in blocks if b.awaited}
         self.begun = torch.cuda.Event()
         self.ended = {name: torch.cuda.Event() for name in self.names}
@@ -116,9 +124,15 @@ Lanes = CpuLanes | CudaLanes
 
 
 def lanes_for(
-    blocks: Sequence[Block], device: torch.device, streams: dict[str, torch.cuda.Stream]
+    blocks: Sequence[Block],
+    device: torch.device,
+    streams: dict[str, torch.cuda.Stream],
+    priorities: Mapping[str, int],
 ) -> Lanes:
-    """Lanes of the program's device. `streams` is shared by all programs of one runner."""
+    """Lanes of the program's device. `streams` is shared by all programs of one runner.
+
+    A collective is a kernel of its lane's stream, so `priorities` are those of collectives too.
+    """
     if device.type == "cuda":
-        return CudaLanes(blocks, device, streams)
+        return CudaLanes(blocks, device, streams, priorities)
     return CpuLanes(blocks)

@@ -25,7 +25,7 @@ from dynaflow_train.execute.program import (
 from dynaflow_train.ir import Axis, Plan, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dynaflow_train.execute.compile import Function, OpCompiler
     from dynaflow_train.execute.exchange import Connect
@@ -72,6 +72,7 @@ class Setting:
         kernel: (name, op, metas, sizes) -> (function, output metas), for launches with a kernel.
         device: where it runs.
         connect: gives memory that other ranks can read, for collectives by copies (`exchange`).
+        groups: stream, name of a group -> the group that collectives there run on instead.
     """
 
     symbols: Symbols
@@ -80,6 +81,7 @@ class Setting:
     compiler: OpCompiler
     kernel: Callable[..., tuple[Function, tuple[Meta, ...]]]
     device: torch.device
+    groups: Mapping[tuple[str, str], torch.distributed.ProcessGroup]
     connect: Connect | None = None
 
 

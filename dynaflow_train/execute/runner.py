@@ -31,6 +31,7 @@ from dynaflow_train.ir import Interval, Plan, Region
 if TYPE_CHECKING:
     from dynaflow_train.execute.compile import OpCompiler
     from dynaflow_train.execute.exchange import Connect
+    from dynaflow_train.execute.groups import Groups
     from dynaflow_train.execute.program import Program
 
 UNKNOWN_PARAMETERS = "it is not known which inputs are parameters, and stay where they are"
@@ -105,6 +106,7 @@ class Runner:
 
     Attributes:
         make_plan: (region, symbols, batch, forward sizes) -> plan, the same on all ranks.
+        groups: of streams with options; shared by all runners of a session.
         fast: the fast path, else the interpreter.
         dynamic: a new plan for every call.
         max_contexts: how many contexts are kept.
@@ -118,6 +120,7 @@ class Runner:
     compiler: OpCompiler
     make_plan: MakePlan
     kernel: Callable[..., Any]
+    groups: Groups
     fast: bool = True
     dynamic: bool = False
     max_contexts: int = 16
@@ -252,8 +255,9 @@ class Runner:
             (a.device for a in arguments if isinstance(a, torch.Tensor) and a.device.type != "cpu"),
             torch.device("cpu"),
         )
+        facts, groups = self.facts, self.groups.of(plan, self.facts.region, device)
         setting = Setting(
-            symbols, self.facts.batch, self.facts.is_size, self.compiler, self.kernel, device,
+            symbols, facts.batch, facts.is_size, self.compiler, self.kernel, device, groups,
             self.connector(device),
         )  # fmt: skip
         ticketed = not self._backward and self.facts.ticketed
@@ -270,7 +274,7 @@ class Runner:
             if number is not None:
                 self.records.live.add(number)
                 self.records.forget()
-        lanes = lanes_for(program.blocks, device, self.streams)
+        lanes = lanes_for(program.blocks, device, self.streams, self.groups.priorities)
         call, source = functools.partial(interpret, program, lanes), None
         if self.fast:
             call, source = emit(program, lanes)

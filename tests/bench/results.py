@@ -34,7 +34,8 @@ def result(link: str = "no-p2p") -> dict[str, Any]:
         ),
     }  # fmt: skip
     return {
-        "case": "8b-2x4096", "link": link, "ranks": 2, "rounds": five, "executor": "inductor",
+        "case": "8b-2x4096", "link": link, "connections": "1", "ranks": 2, "rounds": five,
+        "executor": "inductor",
         "device": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "environment": {},
         "commit": "abc", "command": "dynaflow bench", "variants": variants,
         "skipped": {"compile+graph": "no graphs here"}, "failed": {"nanoflow": "rank 1: broke"},

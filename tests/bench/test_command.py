@@ -28,6 +28,18 @@ CPU = ("bench", "--device", "cpu")
             ("--cases", "tiny", "--strategies", "auto split_wgrad=false"),
             "split_wgrad=false is a setting of one strategy, auto tries several",
         ),
+        (
+            ("--cases", "tiny", "--strategies", "dual_batch+cta=8"),
+            "no ending '+cta'. Did you mean 'ctas'? There are graph, ctas.",
+        ),
+        (
+            ("--cases", "tiny", "--strategies", "dual_batch+ctas=0"),
+            "+ctas=N takes a whole number of at least 1, found '0'",
+        ),
+        (
+            ("--cases", "tiny", "--connections", "1", "64"),
+            "--connections must be from 1 to 32, which is all that CUDA takes, found 64",
+        ),
         (("--cases", "tiny", "--links", "nvlink"), "no link 'nvlink' on cpu: there are gloo"),
         (("--cases", "tiny", "--rounds", "0"), "--rounds must be at least 1, found 0"),
         (("--cases", "tiny", "--ranks", "4"), "'tiny' has kv_heads = 2, which TP 4 does not"),
@@ -48,23 +60,29 @@ def test_cases_are_listed(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_measure_a_case(tmp_path, capsys):
-    strategies = ("--strategies", "sequential", "comm_overlap")
+    strategies = ("--strategies", "sequential", "comm_overlap", "comm_overlap+ctas=4")
     quick = ("--cases", "tiny", "--executor", "eager", "--rounds", "5", "--limit", "250")
-    code = main([*CPU, *quick, *strategies, "--out", str(tmp_path)])
+    connections = ("--connections", "32")
+    code = main([*CPU, *quick, *strategies, *connections, "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    assert code == 0, out + (tmp_path / "logs" / "gloo.rank0.txt").read_text()
+    assert code == 0, out + (tmp_path / "logs" / "gloo.32-connections.rank0.txt").read_text()
+    assert "tiny, gloo, 32 connections: best baseline" in out
     assert "1 of 1 cases measured" in out
     with (tmp_path / "results.csv").open() as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
-    ran = {"eager", "compile", "sequential", "comm_overlap", "compile, no collectives"}
+    ours = {"sequential", "comm_overlap", "comm_overlap+ctas=4"}
+    ran = {"eager", "compile", *ours, "compile, no collectives"}
     assert {name for name, row in rows.items() if row["ms"]} == ran
     assert rows["compile+graph"]["note"] == ("skipped: CUDA graphs need a CUDA device, this is cpu")
-    for name in ("compile", "sequential", "comm_overlap"):
+    for name in ("compile", *ours):
         assert 0 < float(rows[name]["ms"]) < 10_000
         assert float(rows[name]["gradient_error"]) < 1e-5
     assert float(rows["eager"]["gradient_error"]) == 0
     (case,) = json.loads((tmp_path / "results.json").read_text())["cases"]
     times = case["variants"]["comm_overlap"]["times"]
     assert [len(rank) for rank in times] == [5, 5]
-    assert (case["ranks"], case["rounds"]) == (2, 5)
+    assert (case["ranks"], case["rounds"], case["connections"]) == (2, 5, "32")
+    assert case["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert {row["connections"] for row in rows.values()} == {"32"}
+    assert "the group is gloo" in rows["comm_overlap+ctas=4"]["says"]
     assert (tmp_path / "tiny.svg").read_text().count("comm_overlap") >= 1

@@ -87,6 +87,13 @@ def test_worst_comes_first():
     assert [problem.severity for problem in problems(machine)][:3] == ["broken", "missing", "slow"]
 
 
+@pytest.mark.parametrize("value", ["1", "32"])
+def test_the_number_of_connections_is_shown_where_it_is_set(value):
+    machine = changed(variables={**MULTICAST_OFF, "CUDA_DEVICE_MAX_CONNECTIONS": value})
+    assert ["CUDA_DEVICE_MAX_CONNECTIONS", value] in map(str.split, report(machine).splitlines())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in report(GOOD)
+
+
 def test_report_has_every_fact():
     lines = [line.split() for line in report(GOOD).splitlines()]
     assert ["transformers", "5.17.0"] in lines

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from dynaflow_train.config import Recipe
+from dynaflow_train.config import Recipe, StreamOptions
 from dynaflow_train.errors import RecipeError
 
 FULL = {
@@ -21,6 +21,7 @@ FULL = {
     "verify": True,
     "agree_timeout_s": 5,
     "cuda_graphs": True,
+    "nccl": {"comm": {"max_ctas": 8, "min_ctas": 2, "priority": "high"}},
     "max_contexts": 2,
     "transfer": "copy_engine",
     "tensor_parallel": "host",
@@ -50,6 +51,7 @@ def test_defaults_are_the_documented_ones():
         "agree_timeout_s": 60.0,
         "transfer": "group",
         "cuda_graphs": False,
+        "nccl": {},
         "max_contexts": 16,
         "tensor_parallel": "merged",
         "host": None,
@@ -77,6 +79,18 @@ def test_options_and_recipe_do_not_share_a_mapping():
     recipe = Recipe("dual_batch", parameters=given)
     given["micro_batches"] = 3
     assert recipe.parameters == {"micro_batches": 2}
+
+
+def test_options_of_streams_are_kept_as_they_were_given():
+    given = {"comm": {"max_ctas": 8}, "memory": {"priority": "normal"}}
+    recipe = Recipe.from_options({"strategy": "nanoflow", "nccl": given})
+    given["comm"]["max_ctas"] = 2
+    assert recipe.parameters == {}
+    assert recipe.streams == {
+        "comm": StreamOptions(max_ctas=8),
+        "memory": StreamOptions(priority="normal"),
+    }
+    assert str(StreamOptions(8, priority="high")) == "max_ctas 8, priority high"
 
 
 def test_parameter_given_twice_is_refused():
@@ -116,6 +130,8 @@ def test_unknown_key_with_nothing_near_lists_all(tmp_path):
         ("strict", "yes", "must be true or false, found 'yes' (str)"),
         ("parameters", [2], "must be a mapping of parameter names to values, found [2] (list)"),
         ("parameters", {2: 3}, "must be a mapping of parameter names to values, found {2: 3}"),
+        ("nccl", 8, "must be a mapping of streams' names to mappings with max_ctas, min_ctas, pri"),
+        ("nccl", {"comm": 8}, "must be a mapping of streams' names to mappings with max_ctas, min"),
         ("strategy", "", "must be the name of a strategy, found '' (str)"),
         ("description", 7, "must be text, found 7 (int)"),
     ],
@@ -125,6 +141,34 @@ def test_wrong_values_say_what_is_allowed_and_what_was_found(key, value, words):
         with pytest.raises(RecipeError) as caught:
             make({"strategy": "dual_batch", key: value})
         assert f"{key!r} {words}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_cta": 8}, "unknown key 'max_cta'. Did you mean 'max_ctas'? There are max_ctas, min"),
+        ({3: 8}, "unknown key 3. There are max_ctas, min_ctas, priority."),
+        ({"max_ctas": 0}, "'max_ctas' must be a whole number of at least 1, found 0 (int)"),
+        ({"max_ctas": True}, "'max_ctas' must be a whole number of at least 1, found True (bool)"),
+        ({"max_ctas": None}, "'max_ctas' must be a whole number of at least 1, found None"),
+        ({"min_ctas": 1.5}, "'min_ctas' must be a whole number of at least 1, found 1.5 (float)"),
+        ({"priority": -1}, "'priority' must be one of ('normal', 'high'), found -1 (int)"),
+        ({"priority": [1]}, "'priority' must be one of ('normal', 'high'), found [1] (list)"),
+        ({}, "says nothing; give max_ctas, min_ctas, priority or leave it out"),
+        ({"max_ctas": 2, "min_ctas": 4}, "min_ctas 4 is above max_ctas 2; lower it"),
+    ],
+)
+def test_wrong_options_of_a_stream(given, words):
+    for make in (lambda v: Recipe(**v), Recipe.from_options):
+        with pytest.raises(RecipeError) as caught:
+            make({"strategy": "dual_batch", "nccl": {"comm": given}})
+        assert f": nccl of stream 'comm': {words}" in str(caught.value)
+
+
+def test_the_priority_of_the_callers_stream_is_the_callers():
+    with pytest.raises(RecipeError, match="'compute' is the caller's own stream"):
+        Recipe("sequential", nccl={"compute": {"priority": "high"}})
+    assert Recipe("sequential", nccl={"compute": {"max_ctas": 4}}).streams
 
 
 @pytest.mark.parametrize(
