@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Subset
@@ -83,7 +83,6 @@ def train(given: argparse.Namespace, callbacks: Sequence[TrainerCallback] = ()) 
         raise SystemExit(f"--batch {given.batch} does not divide into --parts {given.parts}")
     given.output.mkdir(parents=True, exist_ok=True)
     cuda = torch.cuda.is_available()
-    settings: dict[str, Any] = {"bf16": given.dtype == "mixed", "dataloader_pin_memory": cuda}
     args = TrainingArguments(
         output_dir=str(given.output),
         max_steps=given.steps,
@@ -96,7 +95,9 @@ def train(given: argparse.Namespace, callbacks: Sequence[TrainerCallback] = ()) 
         report_to="none",
         disable_tqdm=True,
         seed=0,
-        **settings,
+        dataloader_pin_memory=cuda,
+        bf16=given.dtype == "mixed",
+        use_cpu=not cuda,
     )
     watch = Watch(given.output, given.batch * given.length, given.look_every)
     trainer = Trainer(
