@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--strategies",
         nargs="+",
-        help="'name parameter=value', then '+graph' for CUDA graphs, '+ctas=8' for NCCL's limit, '+copies'",
+        help="'name parameter=value', then '+graph' for CUDA graphs, '+ctas=8' for NCCL's limit, "
+        "'+copies' for the copy engine",
     )
     add("--rounds", type=int, default=LEAST_ROUNDS, help="steps of each variant (default: 20)")
     add("--ranks", "--world", type=int, help="(default: all GPUs; 2 on the CPU)")

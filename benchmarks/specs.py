@@ -39,8 +39,9 @@ def read(line: str) -> Spec:
 
     Args:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
-            thread blocks of a collective at most, `+copies` for the copy engine, in any order. `split_wgrad=false` keeps the
-            gradients of parameters in the ops of the activations' gradients.
+            thread blocks of a collective at most, `+copies` for the copy engine, in any order.
+            `split_wgrad=false` keeps the gradients of parameters in the ops of the activations'
+            gradients.
 
     Raises:
         RecipeError: no such strategy, parameter or ending, with the nearest that exists.

@@ -20,7 +20,7 @@ LIMIT = {"nccl": {"comm": {"max_ctas": 8}}}
         ("comm_overlap", {}),
         ("comm_overlap+graph", {"cuda_graphs": True}),
         ("comm_overlap+ctas=8", LIMIT),
-        ("dual_batch+copies", {"transfer": "copy_engine"}),
+        ("comm_overlap+copies", {"transfer": "copy_engine"}),
         ("comm_overlap+ctas=8+graph", LIMIT | {"cuda_graphs": True}),
         ("comm_overlap +graph +ctas=8", LIMIT | {"cuda_graphs": True}),
     ],
@@ -41,8 +41,11 @@ def test_endings_come_behind_parameters_and_settings():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("dual_batch+grph", "no ending '+grph'. Did you mean 'graph'? There are graph, ctas."),
-        ("dual_batch+", "no ending '+'. There are graph, ctas."),
+        (
+            "dual_batch+grph",
+            "no ending '+grph'. Did you mean 'graph'? There are graph, ctas, copies.",
+        ),
+        ("dual_batch+", "no ending '+'. There are graph, ctas, copies."),
         ("dual_batch+graph=1", "+graph takes no value, found '1'"),
         ("dual_batch+ctas", "+ctas=N takes a whole number of at least 1, found 'none'"),
         ("dual_batch+ctas=-2", "+ctas=N takes a whole number of at least 1, found '-2'"),
