@@ -245,9 +245,10 @@ RECIPE_VARIABLE = "DYNAFLOW_RECIPE"
 TIMEOUT_VARIABLE = "DYNAFLOW_AGREE_TIMEOUT"
 CACHE_VARIABLE = "DYNAFLOW_CACHE"
 _OWN = {RECIPE_VARIABLE, TIMEOUT_VARIABLE, CACHE_VARIABLE}
+SYMMETRIC_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    SYMMETRIC_MULTICAST: "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -318,6 +319,11 @@ def environment() -> Environment:
             name for name in sorted(os.environ) if name.startswith("DYNAFLOW_") and name not in _OWN
         ),
     )
+
+
+def without_multicast() -> None:
+    """Symmetric memory that this process makes from now on leaves NVLink multicast alone."""
+    os.environ.setdefault(SYMMETRIC_MULTICAST, MULTICAST_OFF[SYMMETRIC_MULTICAST])
 
 
 def _cache() -> Path | None:

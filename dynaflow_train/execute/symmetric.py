@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from dynaflow_train.config import SYMMETRIC_MULTICAST, without_multicast
 from dynaflow_train.execute.exchange import Ring
 
 if TYPE_CHECKING:
     from dynaflow_train.config import Environment
 
 PATIENCE_MS = 600_000  # as long as NCCL's watchdog waits for a rank
-MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 Ask = Callable[[str, str], list[str]]
 
 
@@ -93,8 +93,8 @@ class Rings:
             return f"the copy engine needs CUDA, the model is on {self.device}"
         if self.environment.p2p_off:
             return "NCCL_P2P_DISABLE=1 says that GPUs are not to reach one another"
-        if self.environment.variables.get(MULTICAST) != "1":
-            return f"set {MULTICAST}=1, so that symmetric memory leaves multicast alone"
+        if self.environment.variables.get(SYMMETRIC_MULTICAST, "1") != "1":
+            return f"{SYMMETRIC_MULTICAST} allows multicast, which is never used; unset it"
         return ""
 
     def _reaches(self, peer: int) -> bool:
@@ -106,6 +106,7 @@ class Rings:
 def _ring(group: str, device: torch.device, depth: int, size: int) -> Ring:
     """Allocates, and meets the other ranks, which do the same."""
     ranks = dist.distributed_c10d._resolve_process_group(cast("Any", group))
+    without_multicast()
     own = symmetric_memory.empty((depth, size), dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(own, ranks)
     buffers = tuple(
