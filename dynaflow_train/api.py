@@ -44,7 +44,7 @@ def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Modu
         RecipeError: unknown strategy, key or parameter; the nearest valid name is given.
         CaptureError: the model is compiled already, or is none.
     """
-    recipe, strategy = _resolve(what, options)
+    recipe, strategy = resolve(what, options)
     if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(f"df.compile takes a torch.nn.Module, found {type(model).__name__}.")
     if next(_dispatchers(model), None) is not None:
@@ -77,7 +77,12 @@ class _Backend:
         return "dynaflow"
 
 
-def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
+def resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
+    """What `compile` is asked for, checked.
+
+    Raises:
+        RecipeError: see `compile`.
+    """
     if isinstance(what, type):
         raise RecipeError(f"{what.__name__} is a class: give an instance, {what.__name__}().")
     if isinstance(what, Strategy):
@@ -91,8 +96,10 @@ def _resolve(what: What, options: Mapping[str, Any]) -> tuple[Recipe, Strategy]:
         raise RecipeError(
             f"options {sorted(options)} were given beside a recipe; change the recipe instead."
         )
+    elif isinstance(what, Recipe):
+        recipe = what
     else:
-        recipe = what if isinstance(what, Recipe) else Recipe.load(what)
+        return strategies.load(what)
     return recipe, strategies.get(recipe.strategy, **recipe.parameters)
 
 

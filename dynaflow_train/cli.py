@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, get_args
 
 from . import doctor, strategies
 from .benchmarks import command as bench
-from .config import Recipe
 from .errors import DynaFlowError, ScheduleError
 from .ir import Phase
 from .schedule import text
@@ -82,8 +81,7 @@ def describe_recipe(path: Path) -> str:
     Raises:
         RecipeError: the recipe, its strategy or a parameter of it is wrong.
     """
-    recipe = Recipe.load(path)
-    strategy = strategies.get(recipe.strategy, **recipe.parameters)
+    recipe, strategy = strategies.load(path)
     chosen = {key: getattr(strategy, key) for key in _parameters(type(strategy))}
     settings = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     other = {

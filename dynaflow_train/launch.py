@@ -78,9 +78,7 @@ def read(path: Path) -> Recipe:
     Raises:
         RecipeError: anything in it is wrong.
     """
-    recipe = Recipe.load(path)
-    strategies.get(recipe.strategy, **recipe.parameters)
-    return recipe
+    return strategies.load(path)[0]
 
 
 def apply(recipe: Recipe) -> Callable[[], None]:

@@ -6,13 +6,13 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from dynaflow_train.config import SYMMETRIC_MULTICAST, without_multicast
+from dynaflow_train.execute.collectives import resolve
 from dynaflow_train.execute.exchange import Ring
 
 if TYPE_CHECKING:
@@ -105,10 +105,9 @@ class Rings:
 
 def _ring(group: str, device: torch.device, depth: int, size: int) -> Ring:
     """Allocates, and meets the other ranks, which do the same."""
-    ranks = dist.distributed_c10d._resolve_process_group(cast("Any", group))
     without_multicast()
     own = symmetric_memory.empty((depth, size), dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(own, ranks)
+    handle = symmetric_memory.rendezvous(own, resolve(group))
     buffers = tuple(
         own if rank == handle.rank else handle.get_buffer(rank, (depth, size), torch.uint8)
         for rank in range(handle.world_size)

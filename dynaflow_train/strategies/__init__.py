@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dynaflow_train.config import Recipe
+from dynaflow_train.errors import RecipeError
 from dynaflow_train.strategies.auto import CANDIDATES, Auto
 from dynaflow_train.strategies.named import make
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dynaflow_train.strategy import Strategy
 
 BUILT_IN: tuple[type[Strategy], ...] = (*CANDIDATES, Auto)
@@ -30,3 +34,16 @@ def get(name: str, /, **parameters: object) -> Strategy:
             another type than the default's.
     """
     return make(BUILT_IN, name, parameters)
+
+
+def load(path: str | Path) -> tuple[Recipe, Strategy]:
+    """The recipe in a file, and the strategy that it names with its parameters.
+
+    Raises:
+        RecipeError: anything in it is wrong; names the file.
+    """
+    recipe = Recipe.load(path)
+    try:
+        return recipe, get(recipe.strategy, **recipe.parameters)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {path}: {error}") from error

@@ -34,9 +34,13 @@ class DynaFlowCallback(TrainerCallback):
             `report.json` into the folder `dynaflow` of the Trainer's output; with the recipe's
             `verify` the report holds the worst gradient error of the last batch.
         **options: keys of a recipe, as for `dynaflow_train.compile`.
+
+    Raises:
+        RecipeError: the recipe cannot be read, or is wrong.
     """
 
     def __init__(self, recipe: Any, *, write: bool = False, **options: Any) -> None:
+        api.resolve(recipe, options)  # wrong ones are told here, not when the model is loaded
         self.recipe, self.options, self.write = recipe, options, write
         self._meter = _Meter()
         self._told, self._breaks = False, 0

@@ -86,8 +86,7 @@ def recipe_of(args: Any) -> Recipe | None:
     if path is not None:
         if given:
             raise RecipeError(f"--dynaflow-recipe excludes {', '.join(given)}: change the recipe")
-        recipe = Recipe.load(path)
-        strategies.get(recipe.strategy, **recipe.parameters)
+        recipe, _ = strategies.load(path)
         return dataclasses.replace(recipe, verify=recipe.verify or verify)
     if flags["strategy"] is None:
         if given or verify:

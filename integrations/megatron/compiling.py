@@ -36,7 +36,7 @@ def compile(model: torch.nn.Module, what: api.What, **options: Any) -> torch.nn.
     check_model(model, layers)
     whole = isinstance(what, Recipe | Path) or str(what).endswith((".yaml", ".yml"))
     given = options if whole else {"batch_dim": BATCH_DIM, **options}
-    recipe, _ = api._resolve(what, given)
+    recipe, _ = api.resolve(what, given)
     if recipe.batch_dim != BATCH_DIM:
         raise RecipeError(
             f"Megatron's activations are [s, b, h]: the recipe needs batch_dim: {BATCH_DIM}, "

@@ -59,7 +59,7 @@ def test_check_says_what_would_run(tmp_path, capsys):
         ("strategy: dual_batch\nregin: layer\n", "unknown key 'regin'. Did you mean 'region'?"),
         (
             "strategy: dual_batch\nparameters: {microbatches: 2}\n",
-            "strategy 'dual_batch' has no parameter 'microbatches'. Did you mean 'micro_batches'?",
+            "r.yaml: strategy 'dual_batch' has no parameter 'microbatches'. Did you mean 'micro_b",
         ),
         (
             "strategy: dual_batch\nparameters: {micro_batches: two}\n",

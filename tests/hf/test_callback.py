@@ -105,3 +105,11 @@ def test_report_is_written_where_it_is_asked_for(tmp_path):
 def test_unknown_strategy_is_an_error_before_the_first_step(tmp_path):
     with pytest.raises(RecipeError, match="Did you mean 'dual_batch'"):
         trainer(build("llama"), tmp_path, DynaFlowCallback("dual_bach")).train()
+
+
+def test_a_wrong_recipe_is_refused_when_the_callback_is_made(tmp_path):
+    with pytest.raises(RecipeError, match="missing.yaml: cannot be read"):
+        DynaFlowCallback(str(tmp_path / "missing.yaml"))
+    (tmp_path / "r.yaml").write_text("strategy: dual_batch\nparameters: {cuts: 2}\n")
+    with pytest.raises(RecipeError, match=r"r\.yaml: strategy 'dual_batch' has no parameter"):
+        DynaFlowCallback(tmp_path / "r.yaml")
