@@ -86,6 +86,7 @@ class Session:
         groups: process groups of streams with options of their own.
         warned: reasons that were told already.
         streams: those that any plan used, in order of first use.
+        rings: memory for collectives by copies, once a plan asked for it.
     """
 
     strategy: Strategy
@@ -130,6 +131,8 @@ class Session:
 
         graphs = self.recipe.cuda_graphs
         limits = [f"{stream} {options}" for stream, options in sorted(self.groups.options.items())]
+        if self.recipe.transfer != "group":
+            limits.append(f"transfer {self.recipe.transfer}")
         known = (identity, *shape, *machine(), f"cuda_graphs {graphs}", *limits)
         chooser = Chooser(capture.name, names, known, exchange, auto.cache)
         capture.choices = chooser.found

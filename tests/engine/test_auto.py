@@ -162,3 +162,15 @@ def test_sequential_is_always_tried():
 def test_wrong_parameters_are_refused(parameters, message):
     with pytest.raises(RecipeError, match=message):
         compiled(SPLIT["block"], "auto", **parameters)
+
+
+def test_what_was_chosen_holds_for_one_way_of_transfer():
+    case, found = SPLIT["block"], []
+    oracle, inputs = Oracle(case, 4, torch.float32), batch(case, 4)
+    for transfer in ("group", "group", "copy_engine"):
+        model = compiled(case, "auto", warmups=1, samples=1, transfer=transfer)
+        for number in range(STEPS):
+            oracle.check(step(model, inputs), f"{transfer}, step {number}")
+        (choice,) = df.explain(model).choices
+        found.append(len(choice.times))
+    assert found == [len(NAMES), 0, len(NAMES)]
