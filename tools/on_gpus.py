@@ -19,10 +19,11 @@ PYTEST = ("-m", "pytest", "-q", "tests/gpu", "-n", "3", "-p", "no:benchmark", "-
 BENCH = ("-m", "dynaflow_train.cli", "bench")
 STRATEGIES = ("--strategies", "sequential", "comm_overlap", "dual_batch", "nanoflow",
               "comm_overlap+graph", "dual_batch+graph")  # fmt: skip
+COPIES = ("sequential+graph", "comm_overlap+copies", "comm_overlap+copies+graph")  # need P2P
 DEMO = ("recipes/demo/run.py",)
 END_TO_END = ("-m", "recipes.end_to_end.run")
 LONG_RUN = ("-m", "recipes.end_to_end.long_run")
-CASES = ("8b-2x4096", "8b-2x1024", "70b-2x4096", "70b-2x1024")
+CASES = ("8b-2x4096", "8b-2x1024", "70b-2x4096", "70b-2x1024", "8b-2x4096-tp8")
 LINKS = ("nvlink", "no-p2p")
 
 
@@ -42,8 +43,9 @@ def parts(device: str, out: Path, rounds: int) -> dict[str, tuple[int, tuple[str
     for case in CASES:
         for link in LINKS:  # the second finds everything compiled by the first
             where = ("--cases", case, "--links", link, "--out", str(out / f"{link}-{case}"))
-            run = (*BENCH, *where, "--rounds", str(rounds), *STRATEGIES)
-            found[f"{link}-{case}"] = (240, run)
+            more = COPIES if link == "nvlink" else ()
+            run = (*BENCH, *where, "--rounds", str(rounds), *STRATEGIES, *more)
+            found[f"{link}-{case}"] = (300, run)
     for link in reversed(LINKS):
         where = ("--links", link)
         name = f"end-to-end-{link}"
