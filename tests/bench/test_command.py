@@ -30,7 +30,7 @@ CPU = ("bench", "--device", "cpu")
         ),
         (
             ("--cases", "tiny", "--strategies", "dual_batch+cta=8"),
-            "no ending '+cta'. Did you mean 'ctas'? There are graph, ctas.",
+            "no ending '+cta'. Did you mean 'ctas'? There are graph, ctas, copies.",
         ),
         (
             ("--cases", "tiny", "--strategies", "dual_batch+ctas=0"),
