@@ -60,7 +60,7 @@ def test_cases_are_listed(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_measure_a_case(tmp_path, capsys):
-    strategies = ("--strategies", "sequential", "comm_overlap", "comm_overlap+ctas=4")
+    strategies = ("--strategies", "comm_overlap", "comm_overlap+ctas=4")
     quick = ("--cases", "tiny", "--executor", "eager", "--rounds", "5", "--limit", "250")
     connections = ("--connections", "32")
     code = main([*CPU, *quick, *strategies, *connections, "--out", str(tmp_path)])
@@ -70,7 +70,7 @@ def test_two_ranks_measure_a_case(tmp_path, capsys):
     assert "1 of 1 cases measured" in out
     with (tmp_path / "results.csv").open() as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
-    ours = {"sequential", "comm_overlap", "comm_overlap+ctas=4"}
+    ours = {"comm_overlap", "comm_overlap+ctas=4"}
     ran = {"eager", "compile", *ours, "compile, no collectives"}
     assert {name for name, row in rows.items() if row["ms"]} == ran
     assert rows["compile+graph"]["note"] == ("skipped: CUDA graphs need a CUDA device, this is cpu")
