@@ -33,7 +33,10 @@ _LAUNCH = re.compile(
 
 def dumps(plan: Plan) -> str:
     """The plan as text; `loads` gives an equal plan back."""
-    reason = [] if plan.reason is None else [f"reason   {_quoted(plan.reason, ' ,;:()=<>')}"]
+    reason: list[str] = []
+    if plan.reason is not None:
+        blank = " " if plan.reason == plan.reason.strip() else ""  # a line's ends are stripped
+        reason = [f"reason   {_quoted(plan.reason, blank + ',;:()=<>')}"]
     header = [
         f"strategy {_quoted(plan.strategy)}",
         f"region   {_quoted(plan.region)}",

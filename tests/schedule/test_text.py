@@ -62,6 +62,12 @@ def test_the_text_is_one_aligned_line_a_launch():
     assert loads(TEXT) == PLAN
 
 
+def test_a_reason_keeps_its_blanks():
+    for reason in (" ", " a b ", "a b"):
+        plan = replace(PLAN, reason=reason)
+        assert loads(dumps(plan)) == plan
+
+
 @given(plans)
 def test_any_plan_loads_back_equal_whatever_its_names_hold(plan):
     assert loads(dumps(plan)) == plan
