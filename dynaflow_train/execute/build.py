@@ -20,6 +20,7 @@ from dynaflow_train.execute.specialise import Sizes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from dynaflow_train.execute.collectives import Collective
     from dynaflow_train.execute.compile import CompiledOp
     from dynaflow_train.ir import Launch, Op, Plan, Region
 
@@ -192,6 +193,18 @@ class Builder(Memory):
         function = exchange.ring.collective(
             exchange.kind, exchange.number, self.slots[source].meta, last=exchange.last
         )
+        self._communicate(block, function, value, source, (out, into))
+
+    def _communicate(
+        self,
+        block: Block,
+        function: Collective,
+        value: str,
+        source: int,
+        places: tuple[int, int | None],
+    ) -> None:
+        """Launch a collective, and what follows it in its block."""
+        out, into = places
         block.steps.append(p.Communicate(function, source, out, blocking=into is not None))
         self.slots[out].readers.append(block.launch)
         if into is not None:
@@ -286,12 +299,7 @@ class Builder(Memory):
         if reads and not in_place:
             block.steps.append(p.Store(out, source))
             self._copied(value, out)
-        block.steps.append(p.Communicate(function, source, out, blocking=into is not None))
-        self.slots[out].readers.append(block.launch)
-        if into is not None:
-            block.steps.append(p.Store(into, out))
-            self._copied(value, into)
-        self._add_up(block, [(value, out)])
+        self._communicate(block, function, value, source, (out, into))
         return True
 
     def _collective_output(
