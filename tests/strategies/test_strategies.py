@@ -137,15 +137,29 @@ def test_merged_wgrads_run_once_for_both_micro_batches():
     assert {launch.micro_batches for launch in wgrads} == {(0, 1)}
 
 
-def test_nanoflow_gives_each_resource_its_stream_and_takes_sizes():
-    region = llama_forward(LAYERS)
-    plan, _ = planned(get("nanoflow", sizes=[2, 1, 1]), region)
+@pytest.mark.parametrize("where", ["both", "backward", "none"])
+@pytest.mark.parametrize("make", [llama_forward, llama_backward])
+def test_nanoflow_gives_each_resource_its_stream(where, make):
+    region = make(LAYERS)
+    plan, _ = planned(get("nanoflow", memory_stream=where), region, sizes=(2, 2))
+    streams = {"communication": "comm"}
+    if where in ("both", region.phase):
+        streams["memory"] = "memory"
+    found = {(region.op[launch.ops[0]].kind, launch.stream) for launch in plan.launches}
+    assert found == {(kind, streams.get(kind, "compute")) for kind, _ in found}
+    assert {kind for kind, _ in found} >= {"communication", "compute", "memory"}
+
+
+def test_nanoflow_takes_sizes():
+    plan, _ = planned(get("nanoflow", sizes=[2, 1, 1]), llama_forward(LAYERS))
     assert plan.sizes == (2, 1, 1)
-    for launch in plan.launches:
-        kind = region.op[launch.ops[0]].kind
-        assert launch.stream == {"communication": "comm"}.get(kind, kind)
     with pytest.raises(SplitError, match=r"\[2, 1, 1\] samples make 4, the batch has 5"):
-        planned(get("nanoflow", sizes=[2, 1, 1]), region, batch=5)
+        planned(get("nanoflow", sizes=[2, 1, 1]), llama_forward(LAYERS), batch=5)
+
+
+def test_nanoflow_refuses_a_phase_that_there_is_not():
+    with pytest.raises(RecipeError, match=r"one of backward, both, none, found 'forward'"):
+        get("nanoflow", memory_stream="forward")
 
 
 @pytest.mark.parametrize("name", ["comm_overlap", "dual_batch", "nanoflow"])
