@@ -15,6 +15,7 @@ from dynaflow_train import api
 from dynaflow_train.benchmarks.cases import Case
 from dynaflow_train.benchmarks.models import build
 from dynaflow_train.execute.interpret import interpret
+from dynaflow_train.strategies.nanoflow import NanoFlow
 from tests.ranks import run_ranks
 
 SMALL = Case("small", hidden=512, heads=8, kv_heads=4, ffn=1024, layers=3, batch=4, tokens=256)
@@ -152,7 +153,7 @@ def overlap_and_memory(rank, name):
         for layer in model.layers:
             layer.compile()
     else:
-        df.compile(model, name)
+        df.compile(model, NanoFlow(memory_stream=False) if name == "one stream" else name)
     for phase in ("warm up", "measure"):
         model.zero_grad(set_to_none=True)
         inputs["inputs_embeds"].grad = None
@@ -171,17 +172,19 @@ def overlap_and_memory(rank, name):
 
 
 @pytest.mark.multigpu(2)
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(480)
 def test_communication_is_hidden_without_memory_or_copies():
     """Each in processes of its own: what one leaves in the allocator's pools is in no other's."""
     found = {
         name: run_ranks(overlap_and_memory, 2, name, backend="nccl", timeout_s=100)
-        for name in ("compile", *STRATEGIES)
+        for name in ("compile", *STRATEGIES, "one stream")
     }
     plain = max(peak for peak, _, _ in found.pop("compile"))
     for name, ranks in found.items():
+        # nanoflow's second compute stream has a pool of the allocator's of its own.
+        allowed = 1.4 if name == "nanoflow" else 1.05
         for peak, share, copies in ranks:
-            assert peak <= 1.05 * plain, (name, peak, plain)
+            assert peak <= allowed * plain, (name, peak, plain)
             assert copies == 0, name
             assert share > 0.5 or name in ("sequential", "comm_overlap"), (name, share)
 
