@@ -5,35 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import fx
-
 from dynaflow_train.clocks import Clocks, input_launches
 from dynaflow_train.execute import program as p
-from dynaflow_train.execute.collectives import bind
-from dynaflow_train.execute.exchange import Exchange, exchanges
+from dynaflow_train.execute.communicate import Communication
+from dynaflow_train.execute.exchange import exchanges
 from dynaflow_train.execute.layout import Span, lay_out, span_of
-from dynaflow_train.execute.memory import Argument, Memory, Result, Setting
-from dynaflow_train.execute.meta import Meta, row_major
 from dynaflow_train.execute.program import MAIN, Block, Program
-from dynaflow_train.execute.specialise import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from dynaflow_train.execute.collectives import Collective
     from dynaflow_train.execute.compile import CompiledOp
-    from dynaflow_train.ir import Launch, Op, Plan, Region
+    from dynaflow_train.execute.memory import Argument, Result
+    from dynaflow_train.execute.meta import Meta
+    from dynaflow_train.execute.specialise import Operand
+    from dynaflow_train.ir import Launch, Op
 
 
-class Builder(Memory):
+class Builder(Communication):
     """Builds one Program; `build` is the entry."""
-
-    def __init__(self, region: Region, plan: Plan, setting: Setting) -> None:
-        super().__init__(region, plan, setting)
-        self.extra_waits: dict[int, set[int]] = {}
-        self.saved_apart: set[str] = set()  # results wanted piece by piece: never added into
-        self.exchanged: dict[int, Exchange] = {}
-        self.lent: dict[int, int] = {}  # exchanged launch -> the slot of its operand's buffer
 
     def build(self, arguments: Sequence[Argument], results: Sequence[Result]) -> Program:
         """Decide everything.
@@ -88,20 +78,10 @@ class Builder(Memory):
             self._compute(block, op, self.everything if op.merged else span)
         return block
 
-    def _sizes(self, span: Span) -> Sizes:
-        part = dict(self.setting.symbols)
-        if self.setting.batch is not None:
-            part[self.setting.batch] = self._count(span)
-        return Sizes(part, self.setting.symbols, self.setting.is_size)
-
-    def _sizes_at(self, position: int) -> Sizes:
-        launch = self.plan.launches[position]
-        whole = self.region.op[launch.ops[0]].merged
-        return self._sizes(self.everything if whole else span_of(launch.micro_batches))
-
     def _compute(self, block: Block, op: Op, span: Span) -> None:
-        inputs = [self._read(v, span, block.launch, block.steps) for v in op.inputs]
-        metas, sizes = [self.slots[s].meta for s in inputs], self._sizes(span)
+        read = [self._addends(v, span, block) for v in op.inputs]
+        inputs = [slot for slots in read for slot in slots]
+        metas, sizes = [self._operand(slots) for slots in read], self._sizes(span)
         plain = self.setting.compiler.compile(op, metas, sizes, {})
         stores: dict[int, int] = {}
         for index, value in enumerate(op.outputs):
@@ -135,6 +115,15 @@ class Builder(Memory):
         rest = [i for i in range(len(outputs)) if i not in added]
         self._add_up(block, [(op.outputs[i], outputs[i]) for i in rest])
 
+    def _addends(self, value: str, span: Span, block: Block) -> tuple[int, ...]:
+        """The slot of what an op reads, or of the two that it adds up itself."""
+        slot = self._read(value, span, block.launch, block.steps)
+        return (slot, self.addends[slot]) if slot in self.addends else (slot,)
+
+    def _operand(self, slots: Sequence[int]) -> Operand:
+        metas = [self.slots[slot].meta for slot in slots]
+        return metas[0] if len(metas) == 1 else tuple(metas)
+
     def _sums_to_add_to(self, block: Block, op: Op, plain: CompiledOp) -> dict[int, int]:
         """Partial outputs that the op itself can add to the micro-batches before: index -> slot."""
         found: dict[int, int] = {}
@@ -148,70 +137,6 @@ class Builder(Memory):
                 self._add_after(block, value, left, before)
         return found
 
-    def _is_addable(self, value: str, left: int) -> bool:
-        """Whether a sum may be added to in place: nobody else sees what it holds by now."""
-        known, alone = self.slots[left], self.layout.read[value] == {self.everything}
-        alone = alone and value not in self.saved_apart  # the backward wants the addends
-        return known.fresh and alone and not known.meta.is_expanded
-
-    def _add_after(self, block: Block, value: str, out: int, before: int) -> None:
-        if before >= 0 and self.plan.launches[before].stream != block.lane:
-            self.extra_waits.setdefault(block.launch, set()).add(before)
-        self.sums[value] = (out, block.launch)
-
-    def _exchanged_by(self, value: str, span: Span) -> int | None:
-        """The exchanged launch that alone reads this part of a value."""
-        if value in self.layout.merged or self._only_reader(value) is None:
-            return None
-        for at in self.layout.readers[value]:
-            if at in self.exchanged and span_of(self.plan.launches[at].micro_batches) == span:
-                return at
-        return None
-
-    def _lend(self, block: Block, at: int, meta: Meta) -> int:
-        """A slot for the operand of an exchanged launch, in memory that other ranks read."""
-        exchange = self.exchanged[at]
-        slot = self.lent[at] = self._new(meta, block.lane)
-        self.slots[slot].kept = True
-        tensor = exchange.ring.view(exchange.ring.rank, exchange.number, meta)
-        block.steps.append(p.Lend(slot, tensor))
-        if exchange.after is not None and self.plan.launches[exchange.after].stream != block.lane:
-            self.extra_waits.setdefault(block.launch, set()).add(exchange.after)
-        return slot
-
-    def _exchange(self, block: Block, op: Op, span: Span) -> None:
-        """A collective by copies."""
-        source = self._read(op.inputs[0], span, block.launch, block.steps)
-        exchange, value = self.exchanged[block.launch], op.outputs[0]
-        if self.lent.get(block.launch) != source:
-            meta = self.slots[source].meta
-            lent = self._lend(block, block.launch, replace(meta, stride=row_major(meta.shape)))
-            block.steps.append(p.Store(lent, source))
-            self._copied(op.inputs[0], lent)
-            source = lent
-        out, into = self._collective_output(block, op, span, source, in_place=False)
-        function = exchange.ring.collective(
-            exchange.kind, exchange.number, self.slots[source].meta, last=exchange.last
-        )
-        self._communicate(block, function, value, source, (out, into))
-
-    def _communicate(
-        self,
-        block: Block,
-        function: Collective,
-        value: str,
-        source: int,
-        places: tuple[int, int | None],
-    ) -> None:
-        """Launch a collective, and what follows it in its block."""
-        out, into = places
-        block.steps.append(p.Communicate(function, source, out, blocking=into is not None))
-        self.slots[out].readers.append(block.launch)
-        if into is not None:
-            block.steps.append(p.Store(into, out))
-            self._copied(value, into)
-        self._add_up(block, [(value, out)])
-
     def _target(self, value: str, block: Block) -> str | None:
         """The buffered value that `value` is a part of: itself, or what is reduced in its place."""
         if value in self.layout.merged:
@@ -220,14 +145,6 @@ class Builder(Memory):
         if reader is not None and reader.collective == "all_reduce":
             return reader.outputs[0] if reader.outputs[0] in self.layout.merged else None
         return None
-
-    def _only_reader(self, value: str) -> Op | None:
-        """The op that alone reads a value, which then may overwrite it."""
-        names = {self.plan.launches[p].ops[0] for p in self.layout.readers.get(value, ())}
-        kept = value in self.region.outputs or value in self.layout.summed
-        if len(names) != 1 or kept or value not in self.region.producer:
-            return None
-        return self.region.op[next(iter(names))]
 
     def _outputs(
         self,
@@ -250,80 +167,6 @@ class Builder(Memory):
             self._put(value, span, slot)
             found.append(slot)
         return found
-
-    def _add_up(self, block: Block, made: Iterable[tuple[str, int]]) -> None:
-        """Add partial values in their slots to the sums of the micro-batches before."""
-        for value, slot in made:
-            if value not in self.layout.summed:
-                continue
-            if value not in self.sums:
-                self.sums[value] = (slot, block.launch)
-                continue
-            left, before = self.sums[value]
-            in_place = self._is_addable(value, left)
-            out = left if in_place else self._new(self.slots[left].meta, block.lane)
-            block.steps.append(p.Sum(out, left, slot, in_place))
-            self.slots[left].readers.append(block.launch)
-            self.slots[slot].readers.append(block.launch)
-            self._add_after(block, value, out, before)
-
-    def _collective(self, block: Block, op: Op, span: Span) -> bool:
-        span = self.everything if op.merged else span
-        assert op.graph is not None, "ops of a plan's text are never run"
-        if block.launch in self.exchanged:
-            self._exchange(block, op, span)
-            return True
-        node = next(n for n in op.graph.graph.nodes if n.op == "call_function")
-        full = self._sizes(span)
-        arguments = [
-            full.number(a.meta["val"] if isinstance(a, fx.Node) else a, size=False)
-            for a in node.args
-        ]
-        own = self.setting.groups.get((block.lane, str(op.group)))
-        function = bind(node, arguments, own)
-        if function is None or len(op.inputs) != 1 or len(op.outputs) != 1:
-            return False
-        source, value = self._read(op.inputs[0], span, block.launch, block.steps), op.outputs[0]
-        meta = self.slots[source].meta
-        if not meta.is_contiguous:
-            packed = replace(meta, stride=row_major(meta.shape))
-            restride = p.Restride(self._new(packed, block.lane), source, packed)
-            block.steps.append(restride)
-            source, meta = restride.out, packed
-            self._copied(op.inputs[0], source)
-        reads = op.collective == "all_reduce"
-        merged, fresh = value in self.layout.merged, self.slots[source].fresh
-        usable = self.sliced.get(source) == value if merged else fresh
-        in_place = reads and usable and self._only_reader(op.inputs[0]) is op
-        out, into = self._collective_output(block, op, span, source, in_place=in_place)
-        if reads and not in_place:
-            block.steps.append(p.Store(out, source))
-            self._copied(value, out)
-        self._communicate(block, function, value, source, (out, into))
-        return True
-
-    def _collective_output(
-        self, block: Block, op: Op, span: Span, source: int, *, in_place: bool
-    ) -> tuple[int, int | None]:
-        """The slot that is written, and the slice it is copied to where that is strided."""
-        value, into = op.outputs[0], None
-        if in_place:
-            out = self._new(self.slots[source].meta, self.slots[source].home)
-            block.steps.append(p.Alias(out, source))
-            self._put(value, span, out)
-            return out, None
-        metas = [self.slots[source].meta]
-        meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
-        if value in self.layout.merged:
-            self._buffer(value, meta)
-            into = self._into(value, span, block.steps, block.launch)
-            if self.slots[into].meta.is_contiguous:
-                self._put(value, span, into)
-                return into, None
-        out = self._new(meta, block.lane)
-        block.steps.append(p.Alloc(out, meta))
-        self._put(value, span, out)
-        return out, into
 
     def _kernel(self, block: Block, launch: Launch, span: Span) -> None:
         ops = [self.region.op[name] for name in launch.ops]

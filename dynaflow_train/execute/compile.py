@@ -14,7 +14,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dynaflow_train.execute.meta import Meta
-from dynaflow_train.execute.specialise import Sizes, Static, canonical, specialise
+from dynaflow_train.execute.specialise import Operand, Sizes, Static, canonical, specialise
 
 if TYPE_CHECKING:
     from dynaflow_train.ir import Op
@@ -59,7 +59,7 @@ class OpCompiler:
     def compile(
         self,
         op: Op,
-        metas: list[Meta],
+        metas: Sequence[Operand],
         sizes: Sizes,
         stores: Mapping[int, Meta],
         added: Collection[int] = (),

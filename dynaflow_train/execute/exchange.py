@@ -3,6 +3,7 @@
 Every rank puts its operand where the others can read it, all meet, and each pulls what it needs
 (the copy engines of a GPU do that) and adds. On one host, for any number of ranks: two of them pull
 the other's whole operand; of an all-reduce of more, each first reduces its share ("two-shot").
+Between two ranks the addition can be left to the one op that reads the sum (`Exchange.reader`).
 
 A `Ring` is such memory, for one lane: some buffers that collectives use in turn. A buffer may be
 written again once its rank has met the others at a later collective, for they have then pulled.
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from dynaflow_train.execute.collectives import resolve
 
 if TYPE_CHECKING:
     from dynaflow_train.execute.collectives import Collective
@@ -50,11 +53,13 @@ class Ring:
         memory = self.buffers[rank][number, : meta.nbytes].view(meta.dtype)
         return memory.view(meta.shape)
 
-    def collective(self, kind: Kind, number: int, meta: Meta, *, last: bool) -> Collective:
+    def collective(
+        self, kind: Kind | Literal["pull"], number: int, meta: Meta, *, last: bool
+    ) -> Collective:
         """`launch(input, output, asynchronous)` with the operand in buffer `number`.
 
         Args:
-            kind: what to do; reductions add up.
+            kind: what to do; reductions add up, "pull" brings the other rank's operand only.
             number: of the buffer, in which the operand is when it is launched.
             meta: of the operand, contiguous.
             last: nobody meets again before the buffers are written anew: meet once more at the end.
@@ -64,6 +69,7 @@ class Ring:
             "all_reduce": _exchange_and_add if len(seen) == 2 else _reduce_shares,
             "all_gather": _gather,
             "reduce_scatter": _reduce_own,
+            "pull": _pull,
         }[kind]
 
         def launch(_: Tensor, out: Tensor, __: bool) -> None:
@@ -81,8 +87,12 @@ def _others(ring: Ring) -> list[int]:
     return [(ring.rank + k) % number for k in range(1, number)]
 
 
-def _exchange_and_add(ring: Ring, seen: list[Tensor], out: Tensor) -> None:
+def _pull(ring: Ring, seen: list[Tensor], out: Tensor) -> None:
     out.copy_(seen[1 - ring.rank])
+
+
+def _exchange_and_add(ring: Ring, seen: list[Tensor], out: Tensor) -> None:
+    _pull(ring, seen, out)
     out.add_(seen[ring.rank])
 
 
@@ -128,14 +138,18 @@ class Exchange:
         ring: its lane's.
         number: its buffer.
         last: whether it is the last on its ring.
-        after: launch after which the buffer may be written again, or None.
+        after: launches after which the buffer may be written: a later meeting than that of who had
+            it before, and who read from it on this rank.
+        reader: the launch that alone reads an all-reduce's result and adds this rank's operand, in
+            the buffer, to the other's; None where the exchange adds.
     """
 
     kind: Kind
     ring: Ring
     number: int
     last: bool
-    after: int | None
+    after: tuple[int, ...]
+    reader: int | None
 
 
 def kind_of(op: Op) -> Kind | None:
@@ -166,7 +180,8 @@ def exchanges(
             lanes.setdefault((op.group, launch.stream), []).append(at)
     found: dict[int, Exchange] = {}
     for (group, lane), launches in lanes.items():
-        depth = _depth(launches, [_written(region, plan, at) for at in launches])
+        readers = [_adds_itself(region, plan, at) for at in launches]
+        depth = _depth(launches, readers, [_written(region, plan, at) for at in launches])
         size = max(_nbytes(region.op[plan.launches[at].ops[0]], sizes(at)) for at in launches)
         ring = connect(group, lane, depth, -(-size // ALIGNED) * ALIGNED)
         if ring is None:
@@ -174,8 +189,9 @@ def exchanges(
         for k, at in enumerate(launches):
             kind = kind_of(region.op[plan.launches[at].ops[0]])
             assert kind is not None
-            after = launches[k - depth + 1] if k >= depth else None
-            found[at] = Exchange(kind, ring, k % depth, at == launches[-1], after)
+            before = (launches[k - depth + 1], readers[k - depth]) if k >= depth else ()
+            after = tuple(launch for launch in before if launch is not None)
+            found[at] = Exchange(kind, ring, k % depth, at == launches[-1], after, readers[k])
     return found
 
 
@@ -191,10 +207,41 @@ def _written(region: Region, plan: Plan, at: int) -> int:
     return at
 
 
-def _depth(launches: list[int], written: list[int]) -> int:
-    """Buffers needed for each to be written when a later collective than its last was issued."""
+def _adds_itself(region: Region, plan: Plan, at: int) -> int | None:
+    """The launch that alone reads what an all-reduce of two ranks gives, just as it is given."""
+    launch = plan.launches[at]
+    op = region.op[launch.ops[0]]
+    value, all_parts = op.outputs[0], tuple(range(len(plan.sizes)))
+    group_of_two = op.group is not None and resolve(op.group).size() == 2
+    given = region.values[value].sharing != "partial" and value not in region.outputs
+    if kind_of(op) != "all_reduce" or not (group_of_two and given):
+        return None
+
+    def parts(at: int, op: Op) -> tuple[int, ...]:
+        return all_parts if op.merged else plan.launches[at].micro_batches
+
+    made = parts(at, op)
+    readers = [
+        (place, region.op[name])
+        for place, other in enumerate(plan.launches)
+        for name in other.ops
+        if value in region.op[name].inputs and set(made) & set(parts(place, region.op[name]))
+    ]
+    if len(readers) != 1:
+        return None
+    [(place, reader)] = readers
+    plain = plan.launches[place].kernel is None and not reader.is_communication
+    return place if plain and parts(place, reader) == made else None
+
+
+def _depth(launches: list[int], readers: list[int | None], written: list[int]) -> int:
+    """Buffers needed for each to be written when all that it waits for was issued."""
     for depth in range(LEAST, len(launches)):
-        if all(launches[k - depth + 1] < written[k] for k in range(depth, len(launches))):
+        free = [
+            max(launches[k - depth + 1], readers[k - depth] or 0)
+            for k in range(depth, len(launches))
+        ]
+        if all(a < b for a, b in zip(free, written[depth:], strict=True)):
             return depth
     return max(LEAST, len(launches))
 

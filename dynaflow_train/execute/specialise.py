@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import sympy
 import torch
@@ -14,12 +14,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 
 from dynaflow_train.execute.into import Written, write_into
+from dynaflow_train.execute.meta import Meta
 from dynaflow_train.ir import is_row_major
 
-if TYPE_CHECKING:
-    from dynaflow_train.execute.meta import Meta
-
 Symbols = Mapping[sympy.Symbol, int]
+Operand = Meta | tuple[Meta, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[t
 
 def specialise(
     graph: fx.GraphModule,
-    metas: list[Meta],
+    metas: Sequence[Operand],
     sizes: Sizes,
     stores: Mapping[int, Meta],
     added: Collection[int] = (),
@@ -85,7 +84,7 @@ def specialise(
 
     Args:
         graph: an op's graph; tensor placeholders first, then sizes.
-        metas: of the tensor placeholders.
+        metas: of the tensor placeholders; several for one that the graph gets as addends.
         sizes: the values of the symbols.
         stores: output index -> meta of a slice that the graph gets as one more input and writes
             that output into, in place of returning it.
@@ -100,20 +99,27 @@ def specialise(
     written: dict[int, Written] = {}
     with unset_fake_temporarily():
         given = iter(metas)
+        addends: list[tuple[fx.Node, list[fx.Node]]] = []
         inputs: list[torch.Tensor] = []
         for node in graph.graph.nodes:
             if node.op == "placeholder" and not _is_number(node):
-                # The cache does not see that all outputs keep their strides: by this name nobody
-                # else's graph is taken for one of ours. (Inductor reads how a name begins.)
-                nodes[node] = new.placeholder(f"{node.name}_dynaflow")
-                fakes[node] = _fake(next(given), mode)
-                nodes[node].meta["val"] = fakes[node]
-                inputs.append(fakes[node])
+                meta = next(given)
+                places = _placeholders(
+                    new, node.name, (meta,) if isinstance(meta, Meta) else meta, mode
+                )
+                inputs += [place.meta["val"] for place in places]
+                nodes[node], fakes[node] = places[0], places[0].meta["val"]
+                if len(places) > 1:
+                    addends.append((node, places))
         slices = {}
         for index, meta in stores.items():
             slices[index] = new.placeholder(f"into_{index}")
             slices[index].meta["val"] = _fake(meta, mode)
             inputs.append(slices[index].meta["val"])
+        with mode:
+            for node, places in addends:
+                nodes[node] = new.call_function(torch.ops.aten.add.Tensor, tuple(places))
+                nodes[node].meta["val"] = fakes[node] = torch.add(*(n.meta["val"] for n in places))
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 nodes[node] = new.node_copy(node)
@@ -130,6 +136,18 @@ def specialise(
                     into, nodes[end], alone=alone, add=index in added, eager=eager
                 )
     return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written)
+
+
+def _placeholders(
+    graph: fx.Graph, name: str, metas: Sequence[Meta], mode: FakeTensorMode
+) -> list[fx.Node]:
+    # The cache does not see that all outputs keep their strides: by this name nobody else's graph
+    # is taken for one of ours. (Inductor reads how a name begins.)
+    ends = ["", *(f"_{number}" for number in range(1, len(metas)))]
+    places = [graph.placeholder(f"{name}_dynaflow{end}") for end in ends]
+    for place, meta in zip(places, metas, strict=True):
+        place.meta["val"] = _fake(meta, mode)
+    return places
 
 
 def _copy(

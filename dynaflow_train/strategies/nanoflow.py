@@ -1,8 +1,8 @@
 """Micro-batches of chosen sizes, and a stream for each resource: compute, memory, interconnect.
 
-Norms and additions of one micro-batch run beside the matrix products of another. A stream has a pool
-of the caching allocator's of its own, so what it frees is of no use to the others: on CUDA a step
-reserves a third more than with `memory_stream: false`, and on fast links is a twentieth faster.
+Norms and additions of one micro-batch run beside the matrix products of another. A stream has a
+pool of the caching allocator's of its own, so what it frees is of no use to the others: on CUDA a
+step reserves a third more than with `memory_stream: false`, and is 4% faster on fast links.
 """
 
 from __future__ import annotations

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from dynaflow_train.execute.exchange import Ring
+
+
+class CountingRing(Ring):
+    """Notes what it is asked for."""
+
+    def collective(self, kind, number, meta, *, last):
+        self.asked[kind] += 1
+        return super().collective(kind, number, meta, last=last)
 
 
 class SharedRings:
@@ -19,11 +28,12 @@ class SharedRings:
         made: the rings, in order.
         late_s: this rank sleeps as long before each meeting.
         meetings: how often it met the others.
+        asked: the kinds of exchanges of all programs, and how many.
     """
 
     def __init__(self, late_s: float = 0.0) -> None:
         self.made: list[Ring] = []
-        self.late_s, self.meetings = late_s, 0
+        self.late_s, self.meetings, self.asked = late_s, 0, Counter()
 
     def connect(self, group: str, lane: str, depth: int, size: int) -> Ring:
         """As `Rings.connect`, without looking for one that is there already."""
@@ -35,7 +45,9 @@ class SharedRings:
         dist.barrier()
         buffers = tuple(self._map(path, depth, size) for path in paths)
         dist.barrier()
-        self.made.append(Ring(rank, buffers, self.meet))
+        ring = CountingRing(rank, buffers, self.meet)
+        object.__setattr__(ring, "asked", self.asked)
+        self.made.append(ring)
         return self.made[-1]
 
     def meet(self) -> None:

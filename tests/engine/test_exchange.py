@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,13 +12,18 @@ import torch.distributed as dist
 
 import dynaflow_train as df
 from dynaflow_train.errors import UnsupportedError
+from dynaflow_train.execute import exchange
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.session import Session
+from dynaflow_train.strategy import Strategy
 from tests.engine.harness import Oracle, Switch, batch, compiled, quiet, step
 from tests.engine.parallel import PARALLEL
 from tests.engine.shared import SharedRings
 from tests.engine.test_zoo import BATCH, STRATEGIES
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from collections import Counter
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 ROUNDS = 12
@@ -90,8 +96,8 @@ def test_without_meeting_or_with_one_buffer_they_would_be_wrong():
     assert max(alone) > 0
 
 
-def every_strategy(rank: int, name: str, region: str) -> tuple[int, int, int]:
-    """Meetings, exchanged collectives and copies of them, over all strategies."""
+def every_strategy(rank: int, name: str, region: str) -> tuple[int, int, int, Counter]:
+    """Meetings, rings, copies of what is exchanged, and kinds of exchanges, over all strategies."""
     case, switch, dtype = PARALLEL[name], Switch(), torch.float32
     oracle, inputs = Oracle(case, BATCH, dtype), batch(case, BATCH, dtype)
     rings = SharedRings(late_s=0.002 * rank)
@@ -106,16 +112,53 @@ def every_strategy(rank: int, name: str, region: str) -> tuple[int, int, int]:
     plain = [u for u in used if u.plan.sizes in {(4,), (2, 2)}]
     assert len({u.plan.sizes for u in plain}) == 2
     copied = sum(n for u in plain for v, n in u.copies.items() if v in moved)
-    return rings.meetings, len(rings.made), copied
+    return rings.meetings, len(rings.made), copied, rings.asked
 
 
 @pytest.mark.parametrize(("name", "region"), [("fg", "model"), ("sp", "layer")])
 def test_every_strategy_is_exact(name, region):
     """Matrix products write where the others read: all-reduces copy nothing."""
-    for meetings, rings, copied in run_ranks(every_strategy, 2, name, region):
+    for meetings, rings, copied, asked in run_ranks(every_strategy, 2, name, region):
         assert meetings > rings > 0
         if name == "fg":
             assert copied == 0
+            assert set(asked) <= {"pull", "all_reduce"}
+            assert asked["pull"] > asked["all_reduce"]  # whose sums one op reads, which adds
+
+
+class LateReaders(Strategy):
+    """All collectives there are before anything that does not lead to one by itself."""
+
+    def schedule(self, s):
+        s.split(None if s.context.forward_sizes else 4)
+        while ready := s.get_ready_ops():
+            s.execute(max(ready, key=lambda op: (op.is_communication, op.kind == "compute")))
+
+
+def late_readers(rank: int, kept: bool) -> tuple[str, int]:
+    """What is wrong with a step whose sums are read late, and the buffers of its rings."""
+    case, switch = PARALLEL["fg"], Switch()
+    oracle, inputs = Oracle(case, BATCH, torch.float32), batch(case, BATCH, torch.float32)
+    rings = SharedRings(late_s=0.002 * rank)
+    Session.connector = lambda session, device: rings.connect
+    if not kept:
+        exchange._depth = lambda launches, readers, written: 2
+    model = compiled(case, switch, torch.float32)
+    switch.use(LateReaders())
+    with quiet():
+        found = step(model, inputs)
+    try:
+        oracle.check(found)
+    except AssertionError as error:
+        return str(error), 2
+    return "", max(ring.buffers[0].shape[0] for ring in rings.made)
+
+
+def test_an_operand_stays_until_its_reader_has_added_it():
+    for wrong, buffers in run_ranks(late_readers, 2, True):
+        assert wrong == ""
+        assert buffers > 2
+    assert any(wrong for wrong, _ in run_ranks(late_readers, 2, False))
 
 
 def on_the_cpu(rank: int) -> tuple[list[str], str, str]:
