@@ -39,9 +39,9 @@ def read(line: str) -> Spec:
 
     Args:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
-            thread blocks of a collective at most, `+copies` for the copy engine, in any order.
-            `split_wgrad=false` keeps the gradients of parameters in the ops of the activations'
-            gradients.
+            thread blocks of a collective at most, `+copies` for the copy engine, `+copies=4` for as
+            many `transfer_chunks`, in any order. `split_wgrad=false` keeps the gradients of
+            parameters in the ops of the activations' gradients.
 
     Raises:
         RecipeError: no such strategy, parameter or ending, with the nearest that exists.
@@ -80,9 +80,11 @@ def _ctas(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
 
 def _copies(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
     del strategy
-    if value is not None:
-        raise RecipeError(f"{line!r}: +copies takes no value, found {value!r}")
-    return {"transfer": "copy_engine"}
+    if value is None:
+        return {"transfer": "copy_engine"}
+    if not (value.isdecimal() and int(value)):
+        raise RecipeError(f"{line!r}: +copies=N takes a number of chunks, found {value!r}")
+    return {"transfer": "copy_engine", "transfer_chunks": int(value)}
 
 
 _ENDINGS: dict[str, Callable[[str, Strategy, str | None], dict[str, Any]]] = {

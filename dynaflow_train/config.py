@@ -32,7 +32,14 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "host": (*get_args(Host), None),
     "priority": get_args(Priority),
 }
-_LEAST = {"max_micro_batches": 1, "max_contexts": 1, "batch_dim": 0, "max_ctas": 1, "min_ctas": 1}
+_LEAST = {
+    "max_micro_batches": 1,
+    "max_contexts": 1,
+    "batch_dim": 0,
+    "transfer_chunks": 1,
+    "max_ctas": 1,
+    "min_ctas": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class Recipe:
         agree_timeout_s: seconds to wait for the other ranks' plan hashes.
         transfer: what moves the data of all-reduces, all-gathers and reduce-scatters: their process
             "group", or the "copy_engine" of GPUs on one host, which leaves the SMs to compute.
+        transfer_chunks: with the copy engine, between two ranks, a matrix product to be all-reduced
+            is made in as many parts of its rows, and each is exchanged while the next is computed.
         cuda_graphs: record each phase as one CUDA graph after a few steps and replay it.
         nccl: by the name of a stream, a mapping with the keys of `StreamOptions`.
         max_contexts: plans kept per region; the oldest goes.
@@ -90,6 +99,7 @@ class Recipe:
     verify: bool = False
     agree_timeout_s: float = 60.0
     transfer: Transfer = "group"
+    transfer_chunks: int = 1
     cuda_graphs: bool = False
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Any], hash=False)
     max_contexts: int = 16
@@ -189,6 +199,11 @@ def _check(content: Mapping[str, Any], source: str) -> None:
         if allowed := _refused(name, value):
             kind = type(value).__name__
             raise RecipeError(f"{source}: {name!r} must be {allowed}, found {value!r} ({kind})")
+        if name == "transfer_chunks" and value > 1 and content.get("transfer") != "copy_engine":
+            raise RecipeError(
+                f"{source}: transfer_chunks {value} is for transfer: copy_engine, found "
+                f"{content.get('transfer', 'group')}; say so, or leave it out"
+            )
         if name == "nccl":
             for stream, given in value.items():
                 _check_stream(stream, given, f"{source}: nccl of stream {stream!r}")

@@ -132,7 +132,7 @@ class Session:
         graphs = self.recipe.cuda_graphs
         limits = [f"{stream} {options}" for stream, options in sorted(self.groups.options.items())]
         if self.recipe.transfer != "group":
-            limits.append(f"transfer {self.recipe.transfer}")
+            limits.append(f"transfer {self.recipe.transfer} {self.recipe.transfer_chunks}")
         known = (identity, *shape, *machine(), f"cuda_graphs {graphs}", *limits)
         chooser = Chooser(capture.name, names, known, exchange, auto.cache)
         capture.choices = chooser.found
@@ -234,7 +234,8 @@ class Session:
         if self.recipe.transfer == "group":
             return None
         if self.rings is None:
-            self.rings = Rings(device, environment(), self._ask, self._refuse)
+            chunks = self.recipe.transfer_chunks
+            self.rings = Rings(device, environment(), self._ask, chunks, self._refuse)
         return self.rings.connect
 
     def _ask(self, group: str, text: str) -> list[str]:

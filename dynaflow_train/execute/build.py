@@ -84,10 +84,14 @@ class Builder(Communication):
         metas, sizes = [self._operand(slots) for slots in read], self._sizes(span)
         plain = self.setting.compiler.compile(op, metas, sizes, {})
         stores: dict[int, int] = {}
+        parts: dict[int, tuple[int, int]] = {}
         for index, value in enumerate(op.outputs):
             target, reader = self._target(value, block), self._exchanged_by(value, span)
             if reader is not None and plain.outputs[index].is_contiguous:
                 stores[index] = self._lend(block, reader, plain.outputs[index])
+                if index in plain.factors and self._in_chunks(block, reader):
+                    left, right = (self._new(m, block.lane) for m in plain.factors[index])
+                    parts[index] = left, right
             elif target is not None:
                 self._buffer(target, plain.outputs[index])
                 into = self._into(target, span, block.steps, block.launch)
@@ -98,7 +102,7 @@ class Builder(Communication):
                     self._copied(value, into)
         added = self._sums_to_add_to(block, op, plain)
         stores = dict(sorted((stores | added).items()))
-        slices = {i: self.slots[s].meta for i, s in stores.items()}
+        slices = {i: None if i in parts else self.slots[s].meta for i, s in stores.items()}
         compiled = plain
         if stores:
             compiled = self.setting.compiler.compile(op, metas, sizes, slices, tuple(added))
@@ -106,12 +110,16 @@ class Builder(Communication):
             self._copied(op.outputs[index], stores[index])
         made = list(zip(op.outputs, compiled.outputs, compiled.fresh, strict=True))
         outputs = self._outputs(block, span, made, stores, inputs)
-        returned = tuple(s for i, s in enumerate(outputs) if i not in stores)
-        run = p.Run(compiled.call, (*inputs, *stores.values()), returned)
+        returned = [
+            parts.get(i, (s,)) for i, s in enumerate(outputs) if i in parts or i not in stores
+        ]
+        into = (slot for i, slot in stores.items() if i not in parts)
+        run = p.Run(compiled.call, (*inputs, *into), tuple(s for each in returned for s in each))
         late = [s for s in block.steps if isinstance(s, p.Store)]
         block.steps[:] = [s for s in block.steps if not isinstance(s, p.Store)]
         block.steps.append(run)
         block.steps += [replace(store, source=outputs[store.source]) for store in late]
+        block.steps += [self._product(block, stores[i], factors) for i, factors in parts.items()]
         rest = [i for i in range(len(outputs)) if i not in added]
         self._add_up(block, [(op.outputs[i], outputs[i]) for i in rest])
 
@@ -208,8 +216,8 @@ class Builder(Communication):
     def _waits(self, blocks: list[Block]) -> list[Block]:
         """Add the waits of sums, and note which launches are awaited on another lane."""
         for block in blocks:
-            more = self.extra_waits.get(block.launch, set()) - set(block.waits)
-            block.waits = (*block.waits, *sorted(more))
+            waits = set(block.waits) | self.extra_waits.get(block.launch, set())
+            block.waits = tuple(sorted(waits - {self.producer.get(block.launch, -1)}))
         reads = input_launches(self.plan, self.region)
         for block in blocks:
             sources = [blocks[at] for at in sorted(reads[block.launch])]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dynaflow_train.execute.collectives import Collective
+    from dynaflow_train.execute.compile import Function
     from dynaflow_train.execute.exchange import Exchange
     from dynaflow_train.execute.program import Block
     from dynaflow_train.ir import Op, Plan, Region
@@ -32,6 +33,8 @@ class Communication(Memory):
         self.saved_apart: set[str] = set()  # results wanted piece by piece: never added into
         self.exchanged: dict[int, Exchange] = {}
         self.lent: dict[int, int] = {}  # exchanged launch -> the slot of its operand's buffer
+        self.chunked: dict[int, tuple[Function, Collective]] = {}  # by the exchanged launch
+        self.producer: dict[int, int] = {}  # such a launch -> who makes its operand part by part
         self.addends: dict[int, int] = {}  # pulled operand -> this rank's, to be added by who reads
 
     def _sizes(self, span: Span) -> Sizes:
@@ -76,6 +79,25 @@ class Communication(Memory):
         self.extra_waits.setdefault(block.launch, set()).update(elsewhere)
         return slot
 
+    def _in_chunks(self, block: Block, at: int) -> bool:
+        """Whether the operand of an exchanged launch is made in parts; decides how."""
+        exchange = self.exchanged[at]
+        ring, lane = exchange.ring, self.plan.launches[at].stream
+        if lane == block.lane or ring.chunks < 2 or not exchange.reduces_two:
+            return False
+        meta = self.slots[self.lent[at]].meta
+        add = exchange.reader is None
+        self.chunked[at] = ring.in_chunks(exchange.number, meta, add=add, last=exchange.last)
+        self.producer[at] = block.launch
+        return True
+
+    def _product(self, block: Block, out: int, factors: tuple[int, int]) -> p.Run:
+        """The product into a lent buffer, part by part."""
+        at = next(at for at, slot in self.lent.items() if slot == out)
+        for slot in factors:
+            self.slots[slot].readers.append(block.launch)
+        return p.Run(self.chunked[at][0], (*factors, out), ())
+
     def _exchange(self, block: Block, op: Op, span: Span) -> None:
         """A collective by copies."""
         source = self._read(op.inputs[0], span, block.launch, block.steps)
@@ -90,9 +112,13 @@ class Communication(Memory):
         kind = exchange.kind
         if exchange.reader is not None and into is None:
             kind, self.addends[out] = "pull", source
-        function = exchange.ring.collective(
-            kind, exchange.number, self.slots[source].meta, last=exchange.last
-        )
+        if block.launch in self.chunked and into is None:
+            function = self.chunked[block.launch][1]
+        else:
+            self.producer.pop(block.launch, None)
+            function = exchange.ring.collective(
+                kind, exchange.number, self.slots[source].meta, last=exchange.last
+            )
         self._communicate(block, function, value, source, (out, into))
 
     def _communicate(

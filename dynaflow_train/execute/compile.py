@@ -29,16 +29,18 @@ class CompiledOp:
 
     Attributes:
         call: takes the op's tensors, then the slices of `stores`; returns the outputs that have no
-            slice.
+            slice, or their two factors where `stores` asks for them.
         outputs: metas of all outputs, stored ones included.
         copied: outputs that are copied into their slice, after they were computed.
         fresh: for each output whether it has storage of its own: no input's, no other output's.
+        factors: output -> the matrices whose product it is, where it can be made of them in parts.
     """
 
     call: Function
     outputs: tuple[Meta, ...]
     fresh: tuple[bool, ...]
     copied: frozenset[int]
+    factors: Mapping[int, tuple[Meta, Meta]]
 
 
 @dataclass
@@ -61,7 +63,7 @@ class OpCompiler:
         op: Op,
         metas: Sequence[Operand],
         sizes: Sizes,
-        stores: Mapping[int, Meta],
+        stores: Mapping[int, Meta | None],
         added: Collection[int] = (),
     ) -> CompiledOp:
         """The op on inputs of these metas; see `specialise` for the arguments."""
@@ -83,8 +85,14 @@ class OpCompiler:
         call = self._inductor(static) if self.executor == "inductor" else _eager(static)
         self.compiled += 1
         copied = frozenset(i for i, how in static.written.items() if how == "copied")
+        taken = {_storage(t) for t in static.inputs}
+        factors = {
+            i: (Meta.of(left), Meta.of(right))
+            for i, (left, right) in static.factors.items()
+            if _storage(left) not in taken  # what came in may be dropped while parts are made
+        }
         self._known[key] = CompiledOp(
-            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), copied
+            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), copied, factors
         )
         return self._known[key]
 
@@ -107,10 +115,11 @@ def _eager(static: Static) -> Function:
     return lambda args: forward(*args)
 
 
-def _fresh(static: Static) -> tuple[bool, ...]:
-    def storage(tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
-    taken = [storage(t) for t in static.inputs]
-    made = [storage(t) for t in static.outputs]
+
+def _fresh(static: Static) -> tuple[bool, ...]:
+    taken = [_storage(t) for t in static.inputs]
+    made = [_storage(t) for t in static.outputs]
     return tuple(s not in taken and made.count(s) == 1 for s in made)

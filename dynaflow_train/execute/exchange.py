@@ -23,6 +23,7 @@ from dynaflow_train.execute.collectives import resolve
 
 if TYPE_CHECKING:
     from dynaflow_train.execute.collectives import Collective
+    from dynaflow_train.execute.compile import Function
     from dynaflow_train.execute.meta import Meta
     from dynaflow_train.execute.specialise import Sizes
     from dynaflow_train.ir import Op, Plan, Region
@@ -31,6 +32,16 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Connect = Callable[[str, str, int, int], "Ring | None"]
 ALIGNED = 512  # bytes
 LEAST = 2  # buffers: one is written while the other is pulled
+
+
+class _Passed:
+    """An event of the CPU, where what was computed is done."""
+
+    def record(self) -> None:
+        """Nothing to note."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,15 @@ class Ring:
         buffers: by rank, bytes [number of buffers, size of one].
         meet: returns when all ranks have called it and what they wrote before can be read; on CUDA
             it does so in the current stream.
+        chunks: in as many parts between two ranks, each exchanged while the next is computed.
+        event: makes what one lane records and another waits for.
     """
 
     rank: int
     buffers: tuple[Tensor, ...]
     meet: Callable[[], None]
+    chunks: int = 1
+    event: Callable[[], Any] = _Passed
 
     def view(self, rank: int, number: int, meta: Meta) -> Tensor:
         """A rank's buffer as a tensor."""
@@ -79,6 +94,45 @@ class Ring:
                 self.meet()
 
         return launch
+
+    def in_chunks(
+        self, number: int, meta: Meta, *, add: bool, last: bool
+    ) -> tuple[Function, Collective]:
+        """A product made in parts by one lane, and the all-reduce that follows it on another.
+
+        Returns:
+            `compute([left, right, out])`, where `out` is buffer `number`, and `launch` as
+            `collective` gives it, for two ranks; it adds this rank's operand if `add`.
+        """
+        events = [self.event() for _ in range(self.chunks)]
+        own, other = (self._rows(self.view(rank, number, meta)) for rank in self._both)
+
+        def compute(given: list[Tensor]) -> tuple[Tensor, ...]:
+            left, right, out = given
+            for event, rows, into in zip(events, self._rows(left), self._rows(out), strict=True):
+                torch.mm(rows, right, out=into)
+                event.record()
+            given.clear()
+            return ()
+
+        def launch(_: Tensor, out: Tensor, __: bool) -> None:
+            for event, into, mine, pulled in zip(events, self._rows(out), own, other, strict=True):
+                event.wait()
+                self.meet()
+                into.copy_(pulled)
+                if add:
+                    into.add_(mine)
+            if last:
+                self.meet()
+
+        return compute, launch
+
+    @property
+    def _both(self) -> tuple[int, int]:
+        return self.rank, 1 - self.rank
+
+    def _rows(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.view(-1, tensor.shape[-1]).tensor_split(self.chunks)
 
 
 def _others(ring: Ring) -> list[int]:
@@ -150,6 +204,11 @@ class Exchange:
     last: bool
     after: tuple[int, ...]
     reader: int | None
+
+    @property
+    def reduces_two(self) -> bool:
+        """Whether it is an all-reduce between two ranks."""
+        return self.kind == "all_reduce" and len(self.ring.buffers) == 2
 
 
 def kind_of(op: Op) -> Kind | None:

@@ -7,7 +7,7 @@ does so for pointwise operators and reductions only.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -91,6 +91,20 @@ def write_into(
     if add or not (eager or root.op != "call_function" or _is_extern(root)):
         return "fused"
     return "copied"
+
+
+def factors(made: fx.Node, *, alone: bool) -> tuple[fx.Node, fx.Node] | None:
+    """The two matrices whose product `made` is, if nothing else is computed or read of it.
+
+    Their rows and its are the same, so that it can be made in parts.
+    """
+    root, views = _root(made)
+    chain = [*views, root]
+    alone = alone and not made.users and not any(len(n.users) > 1 for n in chain)
+    if not alone or root.target != _aten.mm.default:
+        return None
+    left, right = cast("tuple[fx.Node, fx.Node]", root.args)
+    return left, right
 
 
 def _direct(root: fx.Node, *, add: bool, eager: bool) -> Callable[[fx.Node], Any] | None:

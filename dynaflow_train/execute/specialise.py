@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_aggregate
 
-from dynaflow_train.execute.into import Written, write_into
+from dynaflow_train.execute.into import Written, factors, write_into
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.ir import is_row_major
 
@@ -43,6 +43,7 @@ class Static:
 
     Attributes:
         written: of the outputs that are written into a slice, how.
+        factors: of the outputs that are matrix products and nothing else, the two matrices.
     """
 
     graph: fx.GraphModule
@@ -50,6 +51,7 @@ class Static:
     outputs: list[torch.Tensor]
     fake_mode: FakeTensorMode
     written: Mapping[int, Written]
+    factors: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _sized_args(node: fx.Node, sizes: Sizes, env: dict[fx.Node, Any]) -> tuple[tuple, dict]:
@@ -75,7 +77,7 @@ def specialise(
     graph: fx.GraphModule,
     metas: Sequence[Operand],
     sizes: Sizes,
-    stores: Mapping[int, Meta],
+    stores: Mapping[int, Meta | None],
     added: Collection[int] = (),
     *,
     eager: bool = False,
@@ -87,7 +89,7 @@ def specialise(
         metas: of the tensor placeholders; several for one that the graph gets as addends.
         sizes: the values of the symbols.
         stores: output index -> meta of a slice that the graph gets as one more input and writes
-            that output into, in place of returning it.
+            that output into, in place of returning it; None: it returns the output's factors.
         added: those of `stores` whose output is added to what is there.
         eager: it will run operator by operator.
     """
@@ -112,7 +114,7 @@ def specialise(
                 if len(places) > 1:
                     addends.append((node, places))
         slices = {}
-        for index, meta in stores.items():
+        for index, meta in _slices(stores).items():
             slices[index] = new.placeholder(f"into_{index}")
             slices[index].meta["val"] = _fake(meta, mode)
             inputs.append(slices[index].meta["val"])
@@ -128,14 +130,29 @@ def specialise(
                 _copy(node, new, sizes, nodes, fakes, mode)
         ends = list(cast("Any", graph.graph.output_node().args[0]))
         outputs = [slices[i].meta["val"] if i in slices else fakes[n] for i, n in enumerate(ends)]
-        new.output(tuple(nodes[n] for i, n in enumerate(ends) if i not in slices))
+        products = {
+            i: found
+            for i, n in enumerate(ends)
+            if (found := factors(nodes[n], alone=ends.count(n) == 1)) is not None
+        }
+        kept = [
+            products[i] if i in stores else (nodes[n],)
+            for i, n in enumerate(ends)
+            if i not in slices
+        ]
+        new.output(tuple(node for each in kept for node in each))
         with mode, new.inserting_before(new.output_node()):
             for index, into in slices.items():
                 end, alone = ends[index], ends.count(ends[index]) == 1
                 written[index] = write_into(
                     into, nodes[end], alone=alone, add=index in added, eager=eager
                 )
-    return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written)
+    values = {i: (a.meta["val"], b.meta["val"]) for i, (a, b) in products.items()}
+    return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written, values)
+
+
+def _slices(stores: Mapping[int, Meta | None]) -> dict[int, Meta]:
+    return {index: meta for index, meta in stores.items() if meta is not None}
 
 
 def _placeholders(

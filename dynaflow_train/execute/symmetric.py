@@ -30,6 +30,7 @@ class Rings:
         device: this rank's.
         environment: what forbids peers or multicast.
         ask: (group, text) -> the texts of all its ranks.
+        chunks: see `Ring`.
         refuse: is told why a group's collectives stay with the process group; may raise.
         made: (group, lane) -> rings, the largest last.
         refused: group -> why, or "".
@@ -38,6 +39,7 @@ class Rings:
     device: torch.device
     environment: Environment
     ask: Ask
+    chunks: int
     refuse: Callable[[str], None]
     made: dict[tuple[str, str], list[Ring]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class Rings:
         for ring in rings:
             if ring.buffers[0].shape[0] >= depth and ring.buffers[0].shape[1] >= size:
                 return ring
-        rings.append(_ring(group, self.device, depth, size))
+        rings.append(_ring(group, self.device, (depth, size), self.chunks))
         return rings[-1]
 
     def told(self) -> list[str]:
@@ -103,17 +105,17 @@ class Rings:
         return torch.cuda.can_device_access_peer(self.device.index, peer)
 
 
-def _ring(group: str, device: torch.device, depth: int, size: int) -> Ring:
+def _ring(group: str, device: torch.device, shape: tuple[int, int], chunks: int) -> Ring:
     """Allocates, and meets the other ranks, which do the same."""
     without_multicast()
-    own = symmetric_memory.empty((depth, size), dtype=torch.uint8, device=device)
+    own = symmetric_memory.empty(shape, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(own, resolve(group))
     buffers = tuple(
-        own if rank == handle.rank else handle.get_buffer(rank, (depth, size), torch.uint8)
+        own if rank == handle.rank else handle.get_buffer(rank, shape, torch.uint8)
         for rank in range(handle.world_size)
     )
 
     def meet() -> None:
         handle.barrier(channel=0, timeout_ms=PATIENCE_MS)
 
-    return Ring(handle.rank, buffers, meet)
+    return Ring(handle.rank, buffers, meet, chunks, torch.cuda.Event)

@@ -20,6 +20,10 @@ class CountingRing(Ring):
         self.asked[kind] += 1
         return super().collective(kind, number, meta, last=last)
 
+    def in_chunks(self, number, meta, *, add, last):
+        self.asked["in chunks"] += 1
+        return super().in_chunks(number, meta, add=add, last=last)
+
 
 class SharedRings:
     """Gives rings over files that all ranks map.
@@ -31,8 +35,9 @@ class SharedRings:
         asked: the kinds of exchanges of all programs, and how many.
     """
 
-    def __init__(self, late_s: float = 0.0) -> None:
+    def __init__(self, late_s: float = 0.0, chunks: int = 1) -> None:
         self.made: list[Ring] = []
+        self.chunks = chunks
         self.late_s, self.meetings, self.asked = late_s, 0, Counter()
 
     def connect(self, group: str, lane: str, depth: int, size: int) -> Ring:
@@ -45,7 +50,7 @@ class SharedRings:
         dist.barrier()
         buffers = tuple(self._map(path, depth, size) for path in paths)
         dist.barrier()
-        ring = CountingRing(rank, buffers, self.meet)
+        ring = CountingRing(rank, buffers, self.meet, self.chunks)
         object.__setattr__(ring, "asked", self.asked)
         self.made.append(ring)
         return self.made[-1]

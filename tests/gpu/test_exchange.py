@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import dynaflow_train as df
 from dynaflow_train.config import environment
+from dynaflow_train.execute.exchange import _Passed
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.symmetric import Rings
 from tests.engine.test_exchange import group_result
@@ -21,7 +23,7 @@ SHAPES = 200
 CALLS = 2000
 
 
-def rings(device):
+def rings(device, chunks=1):
     """As a session makes them, on the ranks that there are."""
 
     def ask(_, text):
@@ -32,7 +34,7 @@ def rings(device):
     def refuse(why):
         raise AssertionError(why)
 
-    return Rings(device, environment(), ask, refuse)
+    return Rings(device, environment(), ask, chunks, refuse)
 
 
 def compare_with_nccl(rank):
@@ -75,6 +77,47 @@ def test_they_equal_nccl_with_late_ranks():
         assert lasts
 
 
+def products(rank):
+    """Products all-reduced in parts that are late: how many differ, with waits and without."""
+    torch.cuda.set_device(rank)
+    device, group = torch.device("cuda", rank), dist.group.WORLD.group_name
+    ring = rings(device, 3).connect(group, "comm", 2, 2**20)
+    comm, wrong = torch.cuda.Stream(), {}
+    pick = random.Random(0)
+    for waits, number, add in itertools.product((True, False), range(20), (True, False)):
+        rows, inner = pick.randint(3, 200), 8 * pick.randint(1, 30)
+        left = torch.randint(-4, 4, (rows, inner), device=device).to(torch.bfloat16)
+        right = torch.randint(-1, 2, (inner, 96), device=device).to(torch.bfloat16)
+        wanted = left @ right
+        if add:
+            dist.all_reduce(wanted)
+        else:
+            both = [torch.empty_like(wanted) for _ in range(2)]
+            dist.all_gather(both, wanted)
+            wanted = both[1 - rank]
+        meta, out = Meta.of(wanted), torch.empty_like(wanted)
+        made = ring if waits else dataclasses.replace(ring, event=_Passed)
+        compute, launch = made.in_chunks(number % 2, meta, add=add, last=True)
+        lent = ring.view(rank, number % 2, meta)
+        lent.fill_(99)
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        compute([left, right, lent])
+        with torch.cuda.stream(comm):
+            launch(None, out, False)
+        torch.cuda.synchronize()
+        wrong[waits] = wrong.get(waits, 0) + (not torch.equal(out, wanted))
+    return wrong[True], wrong[False]
+
+
+@pytest.mark.multigpu(2)
+def test_parts_of_a_product_are_waited_for_one_by_one():
+    for with_waits, without in run_ranks(products, 2, backend="nccl", timeout_s=150):
+        assert with_waits == 0
+        assert without > 0
+
+
 def train(rank):
     """Worst errors against fp32 eager on changing data, plain bf16's own, and what is explained."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -82,9 +125,11 @@ def train(rank):
     found = {}
     exact = build(SMALL, device, torch.bfloat16, mesh=mesh).float()
     plain = build(SMALL, device, torch.bfloat16, mesh=mesh)
-    for strategy, graphs in itertools.product(("comm_overlap", "dual_batch"), (False, True)):
+    strategies = (("comm_overlap", 1), ("comm_overlap", 4), ("dual_batch", 2))
+    for (strategy, chunks), graphs in itertools.product(strategies, (False, True)):
         model = build(SMALL, device, torch.bfloat16, mesh=mesh)
-        df.compile(model, strategy, transfer="copy_engine", cuda_graphs=graphs, strict=True)
+        options = {"transfer_chunks": chunks, "cuda_graphs": graphs, "strict": True}
+        df.compile(model, strategy, transfer="copy_engine", **options)
         errors, allowed = [], []
         for seed in range(12):
             torch.manual_seed(seed)
@@ -95,7 +140,12 @@ def train(rank):
             allowed.append(worst(step(plain, given, gradient), truth))
             errors.append(worst(step(model, given, gradient), truth))
         copies = sum(sum(used.copies.values()) for used in df.plans(model))
-        found[strategy, graphs] = max(errors), max(allowed), copies, df.explain(model).transfers
+        found[strategy, chunks, graphs] = (
+            max(errors),
+            max(allowed),
+            copies,
+            df.explain(model).transfers,
+        )
     return found
 
 
