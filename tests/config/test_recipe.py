@@ -95,6 +95,11 @@ def test_options_of_streams_are_kept_as_they_were_given():
     assert str(StreamOptions(8, priority="high")) == "max_ctas 8, priority high"
 
 
+def test_chunks_of_a_transfer_that_has_none_are_refused():
+    with pytest.raises(RecipeError, match="transfer_chunks 2 is for transfer: copy_engine, found"):
+        Recipe("dual_batch", transfer_chunks=2)
+
+
 def test_parameter_given_twice_is_refused():
     with pytest.raises(RecipeError, match="'micro_batches' is given twice, also in 'parameters'"):
         Recipe.from_options(
