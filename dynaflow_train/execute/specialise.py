@@ -100,28 +100,18 @@ def specialise(
     fakes: dict[fx.Node, Any] = {}
     written: dict[int, Written] = {}
     with unset_fake_temporarily():
-        given = iter(metas)
-        addends: list[tuple[fx.Node, list[fx.Node]]] = []
-        inputs: list[torch.Tensor] = []
-        for node in graph.graph.nodes:
-            if node.op == "placeholder" and not _is_number(node):
-                meta = next(given)
-                places = _placeholders(
-                    new, node.name, (meta,) if isinstance(meta, Meta) else meta, mode
-                )
-                inputs += [place.meta["val"] for place in places]
-                nodes[node], fakes[node] = places[0], places[0].meta["val"]
-                if len(places) > 1:
-                    addends.append((node, places))
+        inputs, addends = _inputs(graph, new, metas, nodes, fakes, mode)
         slices = {}
-        for index, meta in _slices(stores).items():
-            slices[index] = new.placeholder(f"into_{index}")
-            slices[index].meta["val"] = _fake(meta, mode)
-            inputs.append(slices[index].meta["val"])
-        with mode:
-            for node, places in addends:
-                nodes[node] = new.call_function(torch.ops.aten.add.Tensor, tuple(places))
-                nodes[node].meta["val"] = fakes[node] = torch.add(*(n.meta["val"] for n in places))
+        for index, meta in stores.items():
+            if meta is not None:
+                slices[index] = new.placeholder(f"into_{index}")
+                slices[index].meta["val"] = _fake(meta, mode)
+                inputs.append(slices[index].meta["val"])
+        for node, places in addends.items():
+            nodes[node] = new.call_function(torch.ops.aten.add.Tensor, tuple(places))
+            with mode:
+                fakes[node] = torch.add(*(place.meta["val"] for place in places))
+            nodes[node].meta["val"] = fakes[node]
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 nodes[node] = new.node_copy(node)
@@ -130,29 +120,40 @@ def specialise(
                 _copy(node, new, sizes, nodes, fakes, mode)
         ends = list(cast("Any", graph.graph.output_node().args[0]))
         outputs = [slices[i].meta["val"] if i in slices else fakes[n] for i, n in enumerate(ends)]
-        products = {
-            i: found
-            for i, n in enumerate(ends)
-            if (found := factors(nodes[n], alone=ends.count(n) == 1)) is not None
-        }
-        kept = [
-            products[i] if i in stores else (nodes[n],)
-            for i, n in enumerate(ends)
-            if i not in slices
-        ]
-        new.output(tuple(node for each in kept for node in each))
+        alone = [ends.count(end) == 1 for end in ends]
+        found = {i: factors(nodes[n], alone=alone[i]) for i, n in enumerate(ends)}
+        products = {i: pair for i, pair in found.items() if pair is not None}
+        kept = [i for i in range(len(ends)) if i not in slices]
+        results = [products[i] if i in stores else (nodes[ends[i]],) for i in kept]
+        new.output(tuple(node for each in results for node in each))
         with mode, new.inserting_before(new.output_node()):
             for index, into in slices.items():
-                end, alone = ends[index], ends.count(ends[index]) == 1
-                written[index] = write_into(
-                    into, nodes[end], alone=alone, add=index in added, eager=eager
-                )
+                add, made = index in added, nodes[ends[index]]
+                written[index] = write_into(into, made, alone=alone[index], add=add, eager=eager)
     values = {i: (a.meta["val"], b.meta["val"]) for i, (a, b) in products.items()}
     return Static(fx.GraphModule(graph, new), inputs, outputs, mode, written, values)
 
 
-def _slices(stores: Mapping[int, Meta | None]) -> dict[int, Meta]:
-    return {index: meta for index, meta in stores.items() if meta is not None}
+def _inputs(
+    graph: fx.GraphModule,
+    new: fx.Graph,
+    metas: Sequence[Operand],
+    nodes: dict[fx.Node, Any],
+    fakes: dict[fx.Node, Any],
+    mode: FakeTensorMode,
+) -> tuple[list[torch.Tensor], dict[fx.Node, list[fx.Node]]]:
+    """Placeholders for all tensors, their values, and those of inputs that come as addends."""
+    tensors = [n for n in graph.graph.nodes if n.op == "placeholder" and not _is_number(n)]
+    inputs: list[torch.Tensor] = []
+    addends: dict[fx.Node, list[fx.Node]] = {}
+    for node, meta in zip(tensors, metas, strict=True):
+        several = (meta,) if isinstance(meta, Meta) else meta
+        places = _placeholders(new, node.name, several, mode)
+        inputs += [place.meta["val"] for place in places]
+        nodes[node], fakes[node] = places[0], places[0].meta["val"]
+        if len(places) > 1:
+            addends[node] = places
+    return inputs, addends
 
 
 def _placeholders(
