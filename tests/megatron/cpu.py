@@ -34,6 +34,20 @@ def install() -> None:
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
 
 
+class TorchOnCpu:
+    """torch, for Megatron's pipeline schedules: its zeros are on the CPU, not on CUDA.
+
+    `schedules.torch = TorchOnCpu()`: a mode would be seen by Dynamo.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        del device
+        return torch.zeros(*args, **kwargs)
+
+
 class SaysCuda(TorchFunctionMode):
     """What Megatron's optimizers ask for on CUDA, they get on the CPU, and take it for CUDA."""
 
