@@ -29,7 +29,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(
-        major=9, minor=0, name="none"
+        major=9, minor=0, name="none", gcnArchName="none"
     )  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
 
