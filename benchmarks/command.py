@@ -69,16 +69,7 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
     if given.list:
         say("\n".join(cases.CASES))
         return 0
-    if importlib.util.find_spec("transformers") is None:
-        raise UnsupportedError(
-            "the cases are layers of transformers, which is not installed: "
-            "pip install 'dynaflow-train[hf]'"
-        )
-    if given.host != HF and importlib.util.find_spec("megatron") is None:
-        raise UnsupportedError(
-            f"--host {given.host} needs megatron-core, which is not installed: docs/megatron.md "
-            "says how"
-        )
+    _check_host(given.host)
     from dynaflow_train.benchmarks import chart, group, report  # noqa: PLC0415 - need transformers
 
     jobs = _jobs(given, typed)
@@ -115,6 +106,18 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
     if failures or broken:
         say(f"failed: {', '.join([*failures, *broken])}")
     return int(bool(failures or broken))
+
+
+def _check_host(host: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedError(
+            "the cases are layers of transformers, which is not installed: "
+            "pip install 'dynaflow-train[hf]'"
+        )
+    if host != HF and importlib.util.find_spec("megatron") is None:
+        raise UnsupportedError(
+            f"--host {host} needs megatron-core, which is not installed: docs/megatron.md says how"
+        )
 
 
 def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:

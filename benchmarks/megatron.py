@@ -28,11 +28,10 @@ from dynaflow_train.integrations import megatron
 from dynaflow_train.integrations.megatron import linear, mappings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from torch import Tensor
 
-    from dynaflow_train.benchmarks.cases import Case
     from dynaflow_train.strategy import Strategy
 
 
@@ -166,7 +165,7 @@ def _part(x: Tensor, size: int, group: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def _removed() -> Iterator[None]:
+def _removed() -> Generator[None]:
     """Our replacements' collectives, replaced by what a rank has itself."""
     stands = {"all_reduce": _itself, "all_gather": _repeated, "reduce_scatter": _part}
     places = [(module, name) for module in (linear, mappings) for name in stands]
