@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynaflow_train.benchmarks import cases
-from dynaflow_train.benchmarks.job import Job
+from dynaflow_train.benchmarks.job import HF, HOSTS, Job
 from dynaflow_train.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `dynaflow bench` takes."""
     add = parser.add_argument
     add("--cases", nargs="+", default=["all"], help="names, with * for anything (default: all)")
+    add("--host", choices=HOSTS, default=HF, help="whose layers (default: hf, transformers')")
     add("--links", nargs="+", help="nvlink no-p2p; on the CPU gloo (default: all of the device)")
     add("--connections", nargs="+", type=int, help="values of CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32")
     add(
@@ -68,11 +69,7 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
     if given.list:
         say("\n".join(cases.CASES))
         return 0
-    if importlib.util.find_spec("transformers") is None:
-        raise UnsupportedError(
-            "the cases are layers of transformers, which is not installed: "
-            "pip install 'dynaflow-train[hf]'"
-        )
+    _check_host(given.host)
     from dynaflow_train.benchmarks import chart, group, report  # noqa: PLC0415 - need transformers
 
     jobs = _jobs(given, typed)
@@ -111,6 +108,18 @@ def run(given: argparse.Namespace, typed: Sequence[str], say: Callable[[str], No
     return int(bool(failures or broken))
 
 
+def _check_host(host: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UnsupportedError(
+            "the cases are layers of transformers, which is not installed: "
+            "pip install 'dynaflow-train[hf]'"
+        )
+    if host != HF and importlib.util.find_spec("megatron") is None:
+        raise UnsupportedError(
+            f"--host {host} needs megatron-core, which is not installed: docs/megatron.md says how"
+        )
+
+
 def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
     """One for each link and number of connections; everything checked before a process starts."""
     from dynaflow_train.benchmarks import variants  # noqa: PLC0415 - needs transformers
@@ -142,7 +151,7 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
     note = {"commit": given.commit or _commit(), "command": shlex.join(["dynaflow", *typed])}
     job = Job(
         tuple(names), strategies, "", device, ranks, given.rounds, given.executor, given.ablation,
-        given.cold, given.limit, str(given.out), note=note,
+        given.cold, given.limit, str(given.out), host=given.host, note=note,
     )  # fmt: skip
     connections = dict.fromkeys(given.connections or (None,))
     places = [(link, number) for link in dict.fromkeys(links) for number in connections]

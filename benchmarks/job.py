@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+HF, MEGATRON, MEGATRON_SP = HOSTS = ("hf", "megatron", "megatron-sp")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -20,6 +22,7 @@ class Job:
         out: folder for results and logs. scratch: folder of this group, for its store and errors.
         limit_s: seconds that a case may take, and that a rank waits for the others.
         cold: compile every variant with an empty cache of its own.
+        host: whose layers: transformers' ("hf"), or Megatron's.
         note: what goes into the results as it is: command, commit.
     """
 
@@ -36,6 +39,7 @@ class Job:
     out: str
     connections: int | None = None
     scratch: str = ""
+    host: str = HF
     note: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def save(self, path: Path) -> None:
@@ -56,9 +60,13 @@ class Job:
         asked = self.connections is not None
         return f"{self.link}.{self.connections}-connections" if asked else self.link
 
+    def title(self, case: str) -> str:
+        """A case's name, with its host where that is not transformers."""
+        return case if self.host == HF else f"{case}-{self.host}"
+
     def result(self, case: str) -> Path:
         """Where the result of a case goes."""
-        return Path(self.out) / f"{case}.{self.place}.json"
+        return Path(self.out) / f"{self.title(case)}.{self.place}.json"
 
     def error(self, rank: int) -> Path:
         """Where a rank leaves what made it fail."""

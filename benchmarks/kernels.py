@@ -32,7 +32,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     case = CASES[options.case]
     inputs, clock = case.inputs(device, torch.bfloat16), Clock(device)
     batch = Batch(inputs, torch.randn_like(inputs["inputs_embeds"]) / case.hidden**0.5)
-    bed = Bed(case, device, torch.bfloat16, mesh, options.executor, batch, clock)
+    bed = Bed(case, device, torch.bfloat16, mesh, options.executor, clock)
+    bed.batch = batch
     for variant in variants(options.strategies)[1:]:  # without eager
         name, step = variant.name, variant.make(bed)
         for _ in range(variant.warmups):

@@ -16,6 +16,7 @@ from torch._inductor.utils import fresh_cache
 from dynaflow_train import api
 from dynaflow_train.benchmarks import memory, profiling, timing
 from dynaflow_train.benchmarks.cases import CASES
+from dynaflow_train.benchmarks.job import HF, MEGATRON_SP
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
@@ -86,11 +87,12 @@ class CaseRun:
     def _bed(self) -> Bed:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
         torch.manual_seed(1)
-        inputs = self.case.inputs(self.device, dtype)
+        given = (self.case, self.device, dtype, self.mesh, self.job.executor, self.clock)
+        bed = Bed(*given) if self.job.host == HF else _megatron(self.job.host, *given)
+        inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
-        batch = Batch(inputs, gradient.detach())
-        executor = self.job.executor
-        return Bed(self.case, self.device, dtype, self.mesh, executor, batch, self.clock)
+        bed.batch = Batch(inputs, gradient.detach())
+        return bed
 
     def _prepare(self, variant: Variant, bed: Bed) -> None:
         """Build, compile and warm up; on all ranks or on none."""
@@ -162,6 +164,12 @@ class CaseRun:
             seen = profiling.communication(events)
             facts |= {"communication_ms": seen.ms, "hidden_ms": seen.hidden_ms}
         return facts
+
+
+def _megatron(host: str, *given: Any) -> Bed:
+    from dynaflow_train.benchmarks.megatron import MegatronBed  # noqa: PLC0415 - need not be there
+
+    return MegatronBed(*given, sequence_parallel=host == MEGATRON_SP)
 
 
 def _notes(each: Prepared) -> dict[str, Any]:

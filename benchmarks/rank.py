@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from dynaflow_train.benchmarks.job import Job
+from dynaflow_train.benchmarks.job import HF, Job
 from dynaflow_train.benchmarks.measure import CaseRun
 from dynaflow_train.config import CONNECTIONS_VARIABLE, environment
 
@@ -89,7 +89,7 @@ def _run(job: Job, rank: int) -> None:
 def _write(job: Job, name: str, content: dict[str, Any]) -> None:
     path = job.result(name)
     begun = path.with_suffix(".part")
-    begun.write_text(json.dumps({"case": name, **content}), encoding="utf-8")
+    begun.write_text(json.dumps({"case": job.title(name), **content}), encoding="utf-8")
     begun.replace(path)  # whoever sees it sees all of it
 
 
@@ -98,6 +98,8 @@ def _about(job: Job, device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu"
     found = {each: metadata.version(each) for each in ("torch", "transformers")}
+    if job.host != HF:
+        found["megatron-core"] = metadata.version("megatron-core")
     found["python"] = platform.python_version()
     if cuda:
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl.version()))}

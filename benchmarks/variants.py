@@ -6,7 +6,7 @@ A new baseline is one function from a `Bed` to a step, and a line in `BASELINES`
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
@@ -35,6 +35,7 @@ class Bed:
     Attributes:
         mesh: the ranks.
         executor: what compiles: "inductor", or "eager" for a rehearsal.
+        batch: what every step reads.
         weights: the first sharded model, whose parameters the others use.
     """
 
@@ -43,8 +44,8 @@ class Bed:
     dtype: torch.dtype
     mesh: Any
     executor: Literal["inductor", "eager"]
-    batch: Batch
     clock: Clock
+    batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
 
     def sharded(self, *, own: bool = False) -> torch.nn.Module:
@@ -55,6 +56,18 @@ class Bed:
         elif not own:
             share(model, self.weights)
         return model
+
+    def shipped(self) -> torch.nn.Module:
+        """The host's own."""
+        return self.sharded()
+
+    def scheduled(self, strategy: Strategy, **options: Any) -> torch.nn.Module:
+        """By a strategy, on the whole stack of layers."""
+        return api.compile(self.sharded(), strategy, executor=self.executor, **options)
+
+    def inputs(self) -> dict[str, Any]:
+        """Of a step."""
+        return self.case.inputs(self.device, self.dtype)
 
     def bare(self) -> torch.nn.Module:
         """A model of the same local shapes without collectives."""
@@ -94,7 +107,7 @@ class Variant:
 
 def eager(bed: Bed) -> PlainStep:
     """The host as shipped."""
-    return PlainStep(bed.sharded(), bed.batch, bed.clock)
+    return PlainStep(bed.shipped(), bed.batch, bed.clock)
 
 
 def compiled(bed: Bed) -> PlainStep:
@@ -149,10 +162,9 @@ def bare_of(baseline: str, names: Sequence[str]) -> str:
 
 
 def ours(bed: Bed, line: str) -> PlainStep:
-    """A strategy on the whole stack of layers."""
+    """A strategy."""
     spec = specs.read(line)
-    model = api.compile(bed.sharded(), spec.strategy, executor=bed.executor, **spec.options)
-    return PlainStep(model, bed.batch, bed.clock)
+    return PlainStep(bed.scheduled(spec.strategy, **spec.options), bed.batch, bed.clock)
 
 
 def warmups(strategy: Strategy, *, graph: bool) -> int:

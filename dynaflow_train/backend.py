@@ -29,6 +29,7 @@ from dynaflow_train.capture.gradients211 import install_correction, needs_correc
 from dynaflow_train.capture.labels import module_stack
 from dynaflow_train.config import Recipe
 from dynaflow_train.execute import GraphFacts, Runner
+from dynaflow_train.execute.totals import Collected, parameters_of
 from dynaflow_train.execute.trials import TriedRunner
 from dynaflow_train.ir import Phase, Region, Value
 from dynaflow_train.partition import Verdicts, cut, drop_waits
@@ -183,10 +184,17 @@ class _Stages:
         capture, number = self.capture, len(outputs)
         runners = self._runners(captured, "backward", found, parameters, outputs, number)
         assert capture.forwards, "AOTAutograd compiles the forward first"
+        facts, first = capture.forwards[0].facts, runners[0]
+        inputs = [node.name for node in facts.placeholders]
+        collected = parameters_of(outputs, parameters, inputs, captured.slots.saved)
         for runner in runners:
             runner.records = capture.forwards[0].records
+            totals = tuple(outputs[index].name for index in collected)
+            runner.facts = replace(runner.facts, totals=totals)
         capture.backwards = runners
-        return TriedRunner(runners, capture.trials) if capture.trials else runners[0]
+        run = TriedRunner(runners, capture.trials) if capture.trials else first
+        places = {index: first.saved_places[at] for index, at in collected.items()}
+        return Collected(run, places, lambda: self.session.totals) if places else run
 
     def _runners(
         self,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from dynaflow_train.config import Recipe
     from dynaflow_train.execute.exchange import Connect
+    from dynaflow_train.execute.totals import Totals
     from dynaflow_train.ir import Op, Plan, Region
     from dynaflow_train.strategies.auto import Auto
 
@@ -87,6 +88,7 @@ class Session:
         warned: reasons that were told already.
         streams: those that any plan used, in order of first use.
         rings: memory for collectives by copies, once a plan asked for it.
+        totals: where the host collects gradients of parameters; None leaves them to autograd.
     """
 
     strategy: Strategy
@@ -100,6 +102,7 @@ class Session:
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     recorders: dict[torch.device, Recorder] = field(default_factory=dict["torch.device", Recorder])
     rings: Rings | None = None
+    totals: Totals | None = None
 
     def __post_init__(self) -> None:
         check_torch(torch.__version__)

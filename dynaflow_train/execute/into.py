@@ -34,7 +34,8 @@ def product_into() -> OpOverload:
 
     out = left @ right, or out += left @ right where `add`, or out = bias + left @ right: of
     matrices [m, k] and [k, n], or of batches of them. The operands keep the strides they have
-    (`flexible_layout`), so that a transposed one is not copied.
+    (`flexible_layout`), so that a transposed one is not copied. A sum of fp32 takes products of
+    narrower operands unrounded: one kernel on CUDA; elsewhere, for rehearsal, widened operands.
     """
     library = torch.library.Library("dynaflow", "FRAGMENT")
     library.define(
@@ -46,7 +47,12 @@ def product_into() -> OpOverload:
         out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None, add: bool
     ) -> None:
         plain, added = (torch.mm, torch.addmm) if out.dim() == 2 else (torch.bmm, torch.baddbmm)
-        if bias is None and not add:
+        if add and out.dtype != left.dtype:
+            if out.is_cuda:
+                added(out, left, right, out_dtype=out.dtype, out=out)
+            else:
+                added(out, left.to(out.dtype), right.to(out.dtype), out=out)
+        elif bias is None and not add:
             plain(left, right, out=out)
         else:
             added(out if bias is None else bias, left, right, out=out)
@@ -74,7 +80,7 @@ def write_into(
     graph = into.graph
     root, views = _root(made)
     alone = alone and not any(len(node.users) > 1 for node in (root, *views)) and not made.users
-    if alone and (write := _direct(root, add=add, eager=eager)) and _fits(into, root, views):
+    if alone and (write := _direct(root, add=add, eager=eager)) and _fits(into, root, views, add):
         with graph.inserting_before(root):
             out = into
             if into.meta["val"].shape != root.meta["val"].shape:
@@ -142,10 +148,12 @@ def _root(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, views
 
 
-def _fits(into: fx.Node, root: fx.Node, views: Sequence[fx.Node]) -> bool:
+def _fits(into: fx.Node, root: fx.Node, views: Sequence[fx.Node], add: bool) -> bool:
     target, made = into.meta["val"], root.meta["val"]
+    narrow = made.dtype in (torch.bfloat16, torch.float16)
+    alike = target.dtype == made.dtype or (add and narrow and target.dtype == torch.float32)
     dense = Meta.of(target).is_contiguous or (not views and root.target not in _PRODUCTS + _BIASED)
-    return target.dtype == made.dtype and dense
+    return alike and dense
 
 
 def _is_extern(node: fx.Node) -> bool:

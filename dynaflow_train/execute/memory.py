@@ -39,7 +39,7 @@ class Argument:
     """One tensor argument of a call: which value, which micro-batches, what it looks like.
 
     `checked` arguments may come with other strides (a saved-tensor hook made them anew): they are
-    brought to those of `meta`, which costs a copy only then.
+    brought to those of `meta`, which costs a copy only then. A `total` is what a value is added to.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Argument:
     span: Span
     meta: Meta
     checked: bool = False
+    total: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,13 @@ class Memory:
     def _arguments(self, arguments: Sequence[Argument]) -> dict[int, int]:
         places: dict[int, int] = {}
         for argument in arguments:
-            slot = self._new(argument.meta, MAIN, fresh=False)
+            slot = self._new(argument.meta, MAIN, fresh=argument.total)
             places[argument.index] = slot
+            if argument.total:
+                self.sums[argument.value] = (slot, -1)
+                self.layout.summed.add(argument.value)
+                self.layout.read[argument.value] = {self.everything}
+                continue
             if argument.checked:
                 self.prologue.append(Restride(slot, slot, argument.meta))
             self._put(argument.value, argument.span, slot)

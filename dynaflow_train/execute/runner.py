@@ -76,6 +76,8 @@ class GraphFacts:
         saved, slotted, count, ticketed, others: see `capture.slots.Slots`; empty without slots.
         is_size: see `specialise.Sizes`.
         parameters: places of a forward's parameters among the placeholders; None if not known.
+        totals: results of a backward that may be added to what a call brings behind the
+            placeholders' arguments: for each a tensor, or None for a plain result.
     """
 
     graph: fx.Graph
@@ -88,6 +90,7 @@ class GraphFacts:
     ticketed: bool = False
     is_size: Callable[[fx.Node], bool] = lambda node: False
     parameters: tuple[int, ...] | None = None
+    totals: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -173,6 +176,10 @@ class Runner:
         """The sizes that tell contexts apart."""
         return tuple(arguments[i] for i, _ in self._sizes)
 
+    def _brought(self, arguments: list[Any]) -> dict[str, int]:
+        first = len(arguments) - len(self.facts.totals)
+        return {n: i for i, n in enumerate(self.facts.totals, first) if arguments[i] is not None}
+
     def _ticket(self, arguments: list[Any]) -> int:
         return -1 if self._ticket_at is None else int(arguments[self._ticket_at])
 
@@ -209,7 +216,7 @@ class Runner:
         """The context of these arguments, made if it is new."""
         ticket = self._ticket(arguments)
         base = self.records[ticket].base if ticket in self.records else ticket
-        key = (self.context(arguments), base)
+        key = (self.context(arguments), base, *self._brought(arguments))
         found = self.entries.get(key)
         if found is not None and not (self.dynamic and not self._backward):
             self.entries.move_to_end(key)
@@ -236,7 +243,7 @@ class Runner:
         symbols = {
             expr: int(arguments[i]) for i, expr in self._sizes if isinstance(expr, sympy.Symbol)
         }
-        for node, value in zip(self.facts.placeholders, arguments, strict=True):
+        for node, value in zip(self.facts.placeholders, arguments, strict=False):
             shape: Any = getattr(node.meta.get("val"), "shape", ())
             for traced, real in zip(shape, getattr(value, "shape", ()), strict=False):
                 symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
@@ -264,9 +271,9 @@ class Runner:
         number = self.records.new() if ticketed else None
         tensor = None if number is None else torch.tensor(number, dtype=torch.int64)
         builder = Builder(self.facts.region, plan, setting)
-        program = builder.build(
-            self._arguments(arguments, record, len(plan.sizes)), self._results(symbols, tensor)
-        )
+        brought = self._brought(arguments)
+        results = [Result() if r.value in brought else r for r in self._results(symbols, tensor)]
+        program = builder.build(self._arguments(arguments, record, len(plan.sizes)), results)
         if not self._backward and self.facts.saved:
             at = number if number is not None else self._unticketed(symbols)
             context = self.context(arguments)
@@ -321,12 +328,12 @@ class Runner:
     def _arguments(self, arguments: list[Any], record: Record | None, parts: int) -> list[Argument]:
         nodes, found = self.facts.placeholders, []
         everything = (0, parts)
-        saved = dict(zip(self._saved_places(), self.facts.saved, strict=False))
+        saved = dict(zip(self.saved_places, self.facts.saved, strict=False))
         slot_of = {name: k for k, name in enumerate(self.facts.slotted)}
         first_slot = next(
             (i for i, n in enumerate(nodes) if n.name.startswith("dynaflow_slot_")), 0
         )
-        for index, (node, value) in enumerate(zip(nodes, arguments, strict=True)):
+        for index, (node, value) in enumerate(zip(nodes, arguments, strict=False)):
             if isinstance(node.meta.get("val"), torch.SymInt):
                 continue
             if not isinstance(value, torch.Tensor):  # opaque (a mesh): only handed through
@@ -347,9 +354,13 @@ class Runner:
                 if name is not None and record is not None:
                     meta = record.metas.get((name, 0), meta)
                 found.append(Argument(index, node.name, everything, meta, checked=name is not None))
+        for name, index in self._brought(arguments).items():
+            meta = Meta.of(arguments[index])
+            found.append(Argument(index, name, everything, meta, total=True))
         return found
 
-    def _saved_places(self) -> range:
+    @property
+    def saved_places(self) -> range:
         """Where the saved tensors stand among a backward's inputs: behind the sizes."""
         if not self._backward:
             return range(0)

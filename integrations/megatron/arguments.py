@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import megatron.core.tensor_parallel.layers as host_layers
+
 from dynaflow_train import strategies
 from dynaflow_train.config import Recipe
 from dynaflow_train.errors import RecipeError, UnsupportedError
@@ -129,6 +131,8 @@ def check(args: Any, recipe: Recipe) -> None:
             "--reset-attention-mask gives each sample a mask of its own, [b, 1, s, s], whose batch "
             "lies elsewhere than the activations'; leave it out"
         )
+    if args.gradient_accumulation_fusion and not host_layers._grad_accum_fusion_available:
+        args.gradient_accumulation_fusion = False  # Apex's, which embeddings then do without
     # The causal mask, alike for every sample: the attention makes it itself.
     args.create_attention_mask_in_dataloader = False
 

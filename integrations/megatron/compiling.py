@@ -11,6 +11,7 @@ from dynaflow_train.config import Recipe
 from dynaflow_train.errors import RecipeError
 
 from . import param_gather
+from .main_grad import MainGrads
 from .versions import check_model, check_recomputation
 
 if TYPE_CHECKING:
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 BATCH_DIM = 1  # Megatron's activations are [s, b, h]
 
 
-def compile(model: torch.nn.Module, what: api.What, **options: Any) -> torch.nn.Module:
+def compile(
+    model: torch.nn.Module, what: api.What, *, into_main_grad: bool | None = None, **options: Any
+) -> torch.nn.Module:
     """As `dynaflow_train.compile`, for a model of megatron-core; `seams.apply` comes first.
 
     Args:
         model: holds transformer layers (GPTModel, or a wrapper around one). Compile it before
             DistributedDataParallel wraps it.
         what: the name of a strategy, a Strategy, a Recipe, or the path of one.
+        into_main_grad: add wgrads to `main_grad` as they are computed (`main_grad.MainGrads`);
+            None: as the model's `gradient_accumulation_fusion` says.
         **options: keys of a recipe and parameters of the strategy, where `what` is a name.
 
     Raises:
@@ -44,6 +49,10 @@ def compile(model: torch.nn.Module, what: api.What, **options: Any) -> torch.nn.
         )
     check_recomputation(layers[0].config, recipe.region)
     api.compile(model, what, **given)
+    config: Any = layers[0].config
+    fused = config.gradient_accumulation_fusion if into_main_grad is None else into_main_grad
+    for session in api.sessions(model):
+        session.totals = MainGrads(enabled=bool(fused))
     entries = {"model": [layers], "layer": [[layer] for layer in layers]}[recipe.region]
     for region in entries:
         dispatcher: Any = region[0]._compiled_call_impl

@@ -96,11 +96,13 @@ class _Launch:
         self.recipe: Recipe | None = None
         self.seams = Applied()
         self.compiled = 0
+        self.fused = False
 
     def begin(self, args: Any) -> None:
         """Read the flags; put the replacements in place before a model is built."""
         self.recipe = arguments.recipe_of(args)
         if self.recipe is not None:
+            self.fused = args.gradient_accumulation_fusion
             arguments.check(args, self.recipe)
             self.seams.close()
             self.seams.callback(apply_seams())
@@ -109,7 +111,7 @@ class _Launch:
         """Compile each stage of the pipeline on this rank."""
         assert self.recipe is not None, "without a recipe there is no hook"
         for stage in stages:
-            compile(stage, self.recipe)
+            compile(stage, self.recipe, into_main_grad=self.fused)
             if self.recipe.verify:
                 verifying.watch(stage)
             self.compiled += 1

@@ -102,12 +102,11 @@ def _traced(  # noqa: PLR0913 - the host's signature
     *,
     regather: bool,
 ) -> Tensor:
-    del wgrad_deferral_limit
-    if gradient_accumulation_fusion or grad_output_buffer is not None or gtp_remat_size > 1:
+    del wgrad_deferral_limit, gradient_accumulation_fusion  # the engine adds: see `main_grad`
+    if grad_output_buffer is not None or gtp_remat_size > 1:
         raise UnsupportedError(
-            "a captured layer fuses no gradient accumulation, defers no embedding's wgrad and "
-            "gathers no rematerialised weights: --no-gradient-accumulation-fusion, no "
-            "--defer-embedding-wgrad-compute, --gtp-remat-size 1"
+            "a captured layer defers no embedding's wgrad and gathers no rematerialised weights: "
+            "no --defer-embedding-wgrad-compute, --gtp-remat-size 1"
         )
     kind = "gather" if sequence_parallel else "sum" if allreduce_dgrad else "none"
     group, size = ("", 1) if kind == "none" else (tp_group.group_name, tp_group.size())

@@ -43,6 +43,7 @@ def compare(model: torch.nn.Module, args: Any, kwargs: Any) -> Verification:
     activations before it). On several ranks all must call it.
     """
     dispatchers = [each for _, each in api._dispatchers(model)]
+    collecting = [each.totals for each in api.sessions(model)]
     names, parameters = zip(*_trained(model), strict=True)
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     runs: list[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]] = []
@@ -50,6 +51,8 @@ def compare(model: torch.nn.Module, args: Any, kwargs: Any) -> Verification:
         for dispatcher in dispatchers:
             dispatcher.enabled = scheduled
         try:
+            for session in api.sessions(model):
+                session.totals = None
             with torch.random.fork_rng(cuda):
                 loss = model(*args, **kwargs).float().square().mean()
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -57,6 +60,8 @@ def compare(model: torch.nn.Module, args: Any, kwargs: Any) -> Verification:
         finally:
             for dispatcher in dispatchers:
                 dispatcher.enabled = True
+            for session, totals in zip(api.sessions(model), collecting, strict=True):
+                session.totals = totals
     (loss, ours), (plain_loss, plain) = runs
     both = zip(names, ours, plain, strict=True)
     return Verification(

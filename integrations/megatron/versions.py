@@ -17,11 +17,6 @@ KNOWN = ("0.19.2",)
 
 # Field of TransformerConfig -> (values that are refused, Megatron's flag, why).
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    "gradient_accumulation_fusion": (
-        bool,
-        "pass --no-gradient-accumulation-fusion",
-        "Apex's kernel writes main_grad behind the graph's back",
-    ),
     "tp_comm_overlap": (
         bool,
         "leave --tp-comm-overlap out",

@@ -121,6 +121,18 @@ def test_an_output_is_written_into_its_place(function, add, executor):
     assert copied == ({0} if copies else set())
 
 
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_a_product_of_bf16_is_added_to_fp32_unrounded(executor):
+    wide = [torch.randn(6, 6).bfloat16() for _ in range(3)]
+    graph = make_fx(lambda x, w, b: (x @ w,), tracing_mode="fake")(*wide)
+    into, wanted = torch.ones(6, 6), wide[0].float() @ wide[1].float() + 1
+    op = Op("op", "compute", ("x", "w", "b"), ("0",), graph=graph)
+    metas = [Meta.of(each) for each in wide]
+    added = OpCompiler(executor).compile(op, metas, PLAIN, {0: Meta.of(into)}, (0,))
+    added.call([*wide, into])
+    torch.testing.assert_close(into, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_a_product_is_copied_into_a_slice_whose_rows_stand_apart():
     found, wanted, copied = run_into(product, "inductor", add=False, strided=True)
     torch.testing.assert_close(found, wanted)

@@ -29,9 +29,23 @@ def install() -> None:
     torch.cuda.current_stream = lambda *args, **kwargs: nothing  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(
-        major=9, minor=0, name="none"
+        major=9, minor=0, name="none", gcnArchName="none"
     )  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+
+
+class TorchOnCpu:
+    """torch, for Megatron's pipeline schedules: its zeros are on the CPU, not on CUDA.
+
+    `schedules.torch = TorchOnCpu()`: a mode would be seen by Dynamo.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        del device
+        return torch.zeros(*args, **kwargs)
 
 
 class SaysCuda(TorchFunctionMode):

@@ -19,6 +19,7 @@ class Case:
     """What varies from test to test; the rest is small."""
 
     tp: int = 2
+    pp: int = 1
     sequence_parallel: bool = False
     layers: int = 2
     groups: int = 4
@@ -41,7 +42,7 @@ def start(case: Case) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.tp)
+        parallel_state.initialize_model_parallel(case.tp, case.pp)
         # Its fork is empty: megatron-core's own reads the state of a CUDA generator.
         model_parallel_cuda_manual_seed(123, inference_rng_tracker=True)
 
@@ -72,6 +73,7 @@ def config(case: Case) -> Any:
         hidden_dropout=case.hidden_dropout,
         attention_dropout=case.attention_dropout,
         tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
         sequence_parallel=case.sequence_parallel,
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
         bf16=case.bf16,

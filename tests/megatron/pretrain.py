@@ -49,6 +49,7 @@ def main() -> None:
     found = {
         "losses": losses,
         "plans": sorted({f"{u.plan.strategy} {u.region.phase} {len(u.plan.sizes)}" for u in used}),
+        "added_to_main_grad": sum(p.grad_added_to_main_grad for p in model.parameters()),
         "sequence_parallel": config.transformer.sequence_parallel,
     }
     Path(os.environ["MEGATRON_TEST_OUT"]).write_text(json.dumps(found))

@@ -19,12 +19,13 @@ pytest.importorskip("megatron.core", reason="needs megatron-core, see docs/megat
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, MICRO_STEPS = 3, 2
-# Distributed optimizer, overlap_param_gather, strategy, region.
+# Distributed optimizer, overlap_param_gather, strategy, region, wgrads straight into main_grad.
 RUNS = [
-    (False, False, "sequential", "layer"),
-    (True, False, "sequential", "model"),
-    (True, True, "dual_batch", "layer"),
-    (True, True, "dual_batch", "model"),
+    (False, False, "sequential", "layer", False),
+    (True, False, "sequential", "model", False),
+    (True, True, "dual_batch", "layer", False),
+    (True, True, "dual_batch", "model", False),
+    (True, True, "dual_batch", "layer", True),
 ]
 
 
@@ -137,14 +138,15 @@ def with_and_without(rank: int) -> list[Any]:
     case = Case(tp=1, bias=True, layers=3)
     models.start(case)
     found, host = [], {}
-    for distributed, gather, strategy, region in RUNS:
+    for distributed, gather, strategy, region, direct in RUNS:
         if (distributed, gather) not in host:
             host[distributed, gather] = train(models.build(case), distributed, gather)
         wanted = host[distributed, gather]
         torch._dynamo.reset()
         with megatron.apply(attention_kind="host"):
             model = models.build(case)
-            megatron.compile(model, strategy, executor="eager", region=region, strict=True)
+            options = {"executor": "eager", "region": region, "strict": True}
+            megatron.compile(model, strategy, into_main_grad=direct, **options)
             ours = train(model, distributed, gather)
         found.append(
             {
@@ -153,6 +155,7 @@ def with_and_without(rank: int) -> list[Any]:
                 "parameters": Result(ours["parameters"]).errors(Result(wanted["parameters"])),
                 "dtypes": ours["dtypes"],
                 "left": ours["left"],
+                "added": (sum(p.grad_added_to_main_grad for p in model.parameters()), direct),
                 "fired": (ours["fired"], wanted["fired"]),
             }
         )
@@ -173,6 +176,8 @@ def test_main_grads_and_optimizer_steps_are_megatrons(runs, number):
         assert max(one["parameters"].values()) < 1e-5
         assert one["dtypes"] == {torch.float32}
         assert one["left"] == 0  # Megatron's hook took every gradient
+        added, direct = one["added"]
+        assert added >= 3 * 6 if direct else added == 0  # four linears and two norms a layer
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=lambda i: " ".join(map(str, RUNS[i])))
@@ -184,7 +189,7 @@ def test_each_parameter_is_ready_as_often_as_in_megatron(runs, number):
 
 
 def test_layer_regions_keep_the_order_of_reductions(runs):
-    for number in (0, 2):
+    for number in (0, 2, 4):
         ours, wanted = (layers_and_syncs(events[-1]) for events in runs[0][number]["fired"])
         first, last = ours.index("sync"), len(ours) - 1 - ours[::-1].index("0")
         assert first < last  # a reduction starts while gradients are still computed

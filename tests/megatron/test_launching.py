@@ -29,7 +29,7 @@ SCRIPT = str(Path(__file__).with_name("pretrain.py"))
 FLAGS = shlex.split("""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 4 --transformer-impl local --mock-data
 --tokenizer-type NullTokenizer --vocab-size 64 --train-iters 2 --lr 1e-3
---no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
+--no-masked-softmax-fusion --no-persist-layer-norm
 --disable-bias-linear --normalization RMSNorm --swiglu --use-cpu-initialization
 --hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size 2 --no-rope-fusion
 --no-bias-swiglu-fusion --no-bias-dropout-fusion --position-embedding-type rope""")
@@ -80,10 +80,11 @@ def test_losses_are_megatrons_and_the_flags_are_shown(tmp_path):
     stack, layers = tmp_path / "stack.yaml", tmp_path / "layers.yaml"
     Recipe(**options).dump(stack)
     Recipe(**options, region="layer").dump(layers)
+    apart = "--no-gradient-accumulation-fusion"
     lines = [
-        [],
+        [apart],
         ["--dynaflow-recipe", str(stack)],
-        ["--dynaflow-recipe", str(layers), "--dynaflow-verify", "--sequence-parallel"],
+        ["--dynaflow-recipe", str(layers), "--dynaflow-verify", "--sequence-parallel", apart],
         ["--help"],
     ]
     for rank, results in enumerate(run_ranks(launched, 2, lines, str(tmp_path))):
@@ -93,6 +94,8 @@ def test_losses_are_megatrons_and_the_flags_are_shown(tmp_path):
         for each in (ours, layer):
             assert each["wrote"]["plans"] == ["dual_batch backward 2", "dual_batch forward 2"]
             assert each["wrote"]["losses"] == pytest.approx(plain["wrote"]["losses"], rel=1e-5)
+        added = [r["wrote"]["added_to_main_grad"] for r in (plain, ours, layer)]
+        assert added == [0, 2 * 6, 0]  # without --no-gradient-accumulation-fusion
         assert layer["wrote"]["sequence_parallel"]
         said = re.search(
             r"scheduled and plain: loss (\S+); worst of (\d+) gradients (\S+)", layer["logged"]

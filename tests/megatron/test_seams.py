@@ -83,7 +83,6 @@ def test_another_version_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ({"num_moe_experts": 8}, "--num-experts"),

@@ -30,27 +30,34 @@ COLLECTIVES = {
 }
 
 
-def every_strategy(rank: int, case: Case, regions: tuple[str, ...], executor: str) -> Any:
-    del rank
-    from dynaflow_train import strategies
-    from dynaflow_train.integrations import megatron
-    from tests.engine.harness import Switch
+def references(case: Case) -> tuple[Any, dict[str, torch.Tensor], dict[str, float]]:
+    """A step in fp64, Megatron's own, and how far from the truth ours may be for that."""
     from tests.engine.stepping import Result
     from tests.megatron import models
 
-    models.start(case)
     with models.norms_alone():
         plain, exact = models.build(case), models.build(case)
     # Its own loss is in fp32 in any case; what it rounds is in `plain` too.
     truth = Result(models.step(exact.double(), models.batch()))
     host = models.step(plain, models.batch())
     factor, floor = (4, torch.finfo(torch.bfloat16).eps / 2) if case.bf16 else (2, 1e-5)
-    allowed = {k: factor * e + floor for k, e in Result(host).errors(truth).items()}
+    return truth, host, {k: factor * e + floor for k, e in Result(host).errors(truth).items()}
+
+
+def every_strategy(rank: int, case: Case, regions: tuple[str, ...]) -> Any:
+    del rank
+    from dynaflow_train import strategies
+    from dynaflow_train.integrations import megatron
+    from tests.engine.harness import Switch
+    from tests.megatron import models
+
+    models.start(case)
+    truth, host, allowed = references(case)
     found = {}
     with megatron.apply():
         for region in regions:
             torch._dynamo.reset()
-            options = {"region": region, "executor": executor, "strict": True}
+            options = {"region": region, "executor": "eager", "strict": True}
             alone = models.build(case)
             megatron.compile(alone, "sequential", **options)
             models.step(alone, models.batch(seed=5))
@@ -109,6 +116,34 @@ def check(found: Any, case: Case) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2 sp"])
 def test_two_ranks_give_megatrons_losses_and_gradients(sequence_parallel):
     case = Case(sequence_parallel=sequence_parallel, groups=2, bias=True)
-    for found in run_ranks(every_strategy, 2, case, ("model", "layer"), "eager", timeout_s=280):
+    for found in run_ranks(every_strategy, 2, case, ("model", "layer"), timeout_s=280):
         assert len(found) == 8
         check(found, case)
+
+
+def compiled(rank: int) -> Any:
+    """Without and with sequence parallelism, compiled by Inductor."""
+    del rank
+    from dynaflow_train.integrations import megatron
+    from tests.megatron import models
+
+    found = []
+    for sequence_parallel in (False, True):
+        case = Case(sequence_parallel=sequence_parallel, groups=2)
+        models.start(case)
+        truth, host, allowed = references(case)
+        torch._dynamo.reset()
+        with megatron.apply():
+            model = models.build(case)
+            megatron.compile(model, "dual_batch", region="layer", strict=True)
+            models.step(model, models.batch(seed=5))
+            found.append({("layer", "dual_batch"): one(model, truth, host, allowed)})
+        models.stop()
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_compiled_layers_give_megatrons_losses_and_gradients():
+    for found in run_ranks(compiled, 2, timeout_s=280):
+        for sequence_parallel, each in zip((False, True), found, strict=True):
+            check(each, Case(sequence_parallel=sequence_parallel))
