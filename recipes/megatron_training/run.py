@@ -4,7 +4,8 @@
     python -m recipes.megatron_training.run --out folder --links no-p2p --sequence-parallel
 
 Runs one after another, each in processes of its own, in the order ours, Megatron's, ours: the
-spread of the two tells what a difference is worth. Writes a log for each, `losses.csv` and `report.json`.
+spread of the two tells what a difference is worth. Writes a log for each, `losses.csv` and
+`report.json`.
 """
 
 from __future__ import annotations
