@@ -10,6 +10,7 @@ learn, and nothing to download.
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core.datasets.utils
 import torch
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
@@ -58,6 +59,8 @@ def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Mod
 
 
 if __name__ == "__main__":
+    # Megatron runs `make` for its index builder; the wheel has it compiled and brings no Makefile.
+    megatron.core.datasets.utils.compile_helpers = lambda: None
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

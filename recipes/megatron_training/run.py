@@ -3,9 +3,8 @@
     python -m recipes.megatron_training.run --out folder                  # 200 steps, two GPUs
     python -m recipes.megatron_training.run --out folder --links no-p2p --sequence-parallel
 
-Runs one after another, each in processes of its own, in the order ours, Megatron's, ours: the
-spread of the two tells what a difference is worth. Writes a log for each, `losses.csv` and
-`report.json`.
+Runs one after another, each in processes of its own, in the order ours, Megatron's, ours: the two
+tell what a difference is worth. Writes a log for each, `losses.csv` and `report.json`.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ FLAGS = """--transformer-impl local --tokenizer-type NullTokenizer --no-masked-s
 SIZES = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
 --num-query-groups 8 --ffn-hidden-size 14336 --seq-length 4096 --max-position-embeddings 4096
 --vocab-size 32000 --micro-batch-size 2 --global-batch-size 4"""
+OURS = "--dynaflow-strategy dual_batch --dynaflow-micro-batches 2"
 LINE = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)"
 )
@@ -83,9 +83,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--limit", type=float, default=250.0, help="seconds that one may take")
-    parser.add_argument(
-        "--ours", default="--dynaflow-strategy dual_batch --dynaflow-micro-batches 2"
-    )
+    parser.add_argument("--ours", default=OURS, help=f"our flags (default: {OURS})")
     given, given.flags = parser.parse_known_args()  # what is not known here is Megatron's
     given.out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": given.connections}
