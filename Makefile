@@ -22,7 +22,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo/run.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25 $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
