@@ -21,7 +21,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from dynaflow_train.benchmarks.models import share
 from dynaflow_train.benchmarks.variants import Bed
 from dynaflow_train.capture import correct_gradients
 from dynaflow_train.integrations import megatron
@@ -82,8 +81,8 @@ class MegatronBed(Bed):
             parallel_state.initialize_model_parallel(self.mesh.size())
             megatron.apply()
 
-    def sharded(self, *, own: bool = False) -> torch.nn.Module:
-        """A tensor-parallel model with our replacements."""
+    def made(self) -> torch.nn.Module:
+        """With our replacements."""
         case, ranks = self.case, self.mesh.size()
         whole = case.cut(ranks) // ranks
         on_cpu = self.device.type == "cpu"
@@ -112,12 +111,7 @@ class MegatronBed(Bed):
         torch.manual_seed(0)
         # A generator for CUDA; on the CPU, where there is none, a stand-in.
         model_parallel_cuda_manual_seed(1, inference_rng_tracker=on_cpu)
-        model = Stack(config, case.tokens).train()
-        if self.weights is None:
-            self.weights = model
-        elif not own:
-            share(model, self.weights)
-        return model
+        return Stack(config, case.tokens).train()
 
     def shipped(self) -> torch.nn.Module:
         """Megatron's own; outside of a capture the fused attention alone would differ from it."""

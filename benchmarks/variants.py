@@ -48,9 +48,13 @@ class Bed:
     batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
 
+    def made(self) -> torch.nn.Module:
+        """A tensor-parallel model, always with the same weights."""
+        return build(self.case, self.device, self.dtype, mesh=self.mesh)
+
     def sharded(self, *, own: bool = False) -> torch.nn.Module:
         """A tensor-parallel model, on shared weights unless it wants its own."""
-        model = build(self.case, self.device, self.dtype, mesh=self.mesh)
+        model = self.made()
         if self.weights is None:
             self.weights = model
         elif not own:

@@ -148,6 +148,8 @@ def test_nanoflow_gives_each_resource_its_stream(apart, make):
     found = {(region.op[launch.ops[0]].kind, launch.stream) for launch in plan.launches}
     assert found == {(kind, streams.get(kind, "compute")) for kind, _ in found}
     assert {kind for kind, _ in found} >= {"communication", "compute", "memory"}
+    if not apart:
+        assert plan.launches == planned(get("dual_batch"), region, sizes=(2, 2))[0].launches
 
 
 def test_nanoflow_takes_sizes():
