@@ -60,15 +60,25 @@ class RanksFailedError(AssertionError):
     """At least one rank failed; the message holds each one's traceback."""
 
 
+def cuda_of(rank: int) -> torch.device:
+    """A rank's GPU; ranks share GPUs where there are too few (`tests/conftest.py`)."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def _on_rank(setup: tuple[int, int, str, str], connection: Connection, payload: bytes) -> None:
     rank, world_size, store, backend = setup
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        os.environ["LOCAL_RANK"] = str(cuda_of(rank).index)
+    if backend == "nccl" and world_size > torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"rank{rank}"  # as if on hosts of their own: through sockets
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     try:
         torch.set_num_threads(1)
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(cuda_of(rank))
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

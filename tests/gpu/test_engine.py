@@ -16,7 +16,7 @@ from dynaflow_train.benchmarks.cases import Case
 from dynaflow_train.benchmarks.models import build
 from dynaflow_train.execute.interpret import interpret
 from dynaflow_train.strategies.nanoflow import NanoFlow
-from tests.ranks import run_ranks
+from tests.ranks import cuda_of, run_ranks
 
 SMALL = Case("small", hidden=512, heads=8, kv_heads=4, ffn=1024, layers=3, batch=4, tokens=256)
 WIDE = Case("wide", hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=4, batch=2, tokens=4096)
@@ -44,8 +44,8 @@ def worst(found, reference):
 
 def prepare(rank, case, dtype, *, sharded=True):
     """A device, inputs and an output gradient, equal on all ranks."""
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    torch.cuda.set_device(cuda_of(rank))
+    device = cuda_of(rank)
     world = dist.get_world_size() if sharded else 1
     mesh = dist.device_mesh.init_device_mesh("cuda", (world,)) if sharded else None
     torch.manual_seed(1)

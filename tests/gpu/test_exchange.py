@@ -17,7 +17,7 @@ from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.symmetric import Rings
 from tests.engine.test_exchange import group_result
 from tests.gpu.test_engine import SLEEP_CYCLES, SMALL, build, prepare, step, worst
-from tests.ranks import run_ranks
+from tests.ranks import cuda_of, run_ranks
 
 SHAPES = 200
 CALLS = 2000
@@ -39,8 +39,8 @@ def rings(device, chunks=1):
 
 def compare_with_nccl(rank):
     """Of random shapes, kinds and delays: how many differed."""
-    torch.cuda.set_device(rank)
-    device, world = torch.device("cuda", rank), dist.get_world_size()
+    torch.cuda.set_device(cuda_of(rank))
+    device, world = cuda_of(rank), dist.get_world_size()
     group = dist.group.WORLD.group_name
     ring = rings(device).connect(group, "comm", 2, 2**20)
     same, own = random.Random(0), random.Random(rank)
@@ -79,8 +79,8 @@ def test_they_equal_nccl_with_late_ranks():
 
 def products(rank):
     """Products all-reduced in parts that are late: how many differ, with waits and without."""
-    torch.cuda.set_device(rank)
-    device, group = torch.device("cuda", rank), dist.group.WORLD.group_name
+    torch.cuda.set_device(cuda_of(rank))
+    device, group = cuda_of(rank), dist.group.WORLD.group_name
     ring = rings(device, 3).connect(group, "comm", 2, 2**20)
     comm, wrong = torch.cuda.Stream(), {}
     pick = random.Random(0)
