@@ -71,32 +71,36 @@ TINY = Case("tiny", hidden=64, heads=4, kv_heads=2, ffn=128, layers=2, batch=2, 
 
 def _all() -> dict[str, Case]:
     found: list[Case] = []
-    for tp, end in ((None, ""), (4, "-tp4"), (8, "-tp8")):
+    cuts = ((None, ""), (2, "-tp2"), (4, "-tp4"), (8, "-tp8"))
+    for tp, end in cuts:
         for model, (layers, widths) in MODELS.items():
             found += [
                 Case(f"{model}-{b}x{s}{end}", **widths, layers=layers, batch=b, tokens=s, tp=tp)
                 for b, s in SIZES
             ]
     found += [
-        Case(f"8b-{n}layers-2x1024", **MODELS["8b"][1], layers=n, batch=2, tokens=1024)
+        Case(f"8b-{n}layers-2x1024{end}", **MODELS["8b"][1], layers=n, batch=2, tokens=1024, tp=tp)
         for n in (2, 8, 32)
+        for tp, end in cuts
     ]
     return {case.name: case for case in (*found, TINY)}
 
 
 CASES = _all()
+_ALL = [name for name in CASES if name != "tiny" and not name.endswith("-tp2")]
 
 
 def pick(names: Sequence[str]) -> list[str]:
-    """The cases that are meant, each once; `*` stands for anything, `all` for all but `tiny`.
+    """The cases that are meant, each once; `*` stands for anything.
+
+    `all` leaves out `tiny`, and `-tp2`, which two ranks would measure a second time.
 
     Raises:
         RecipeError: no such case, with the nearest that exists.
     """
     found: list[str] = []
     for name in names:
-        pattern = "*b-*" if name == "all" else name
-        matching = fnmatch.filter(CASES, pattern)
+        matching = _ALL if name == "all" else fnmatch.filter(CASES, name)
         if not matching:
             raise RecipeError(f"no case {name!r}. {nearest(name, CASES)}")
         found += matching

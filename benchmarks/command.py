@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynaflow_train.benchmarks import cases
-from dynaflow_train.benchmarks.job import HF, HOSTS, Job
+from dynaflow_train.benchmarks.job import HF, HOSTS, SINGLE, Job
 from dynaflow_train.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-LINKS = {"cuda": ("nvlink", "no-p2p"), "cpu": ("gloo",)}
+LINKS = {"cuda": ("nvlink", "no-p2p"), "cpu": ("gloo",)}  # of several ranks
 MOST_CONNECTIONS = 32
 LEAST_ROUNDS = 20  # below, it is a rehearsal
 
@@ -30,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cases", nargs="+", default=["all"], help="names, with * for anything (default: all)")
     add("--host", choices=HOSTS, default=HF, help="whose layers (default: hf, transformers')")
-    add("--links", nargs="+", help="nvlink no-p2p; on the CPU gloo (default: all of the device)")
+    add(
+        "--links",
+        nargs="+",
+        help="nvlink no-p2p, on the CPU gloo (default: all of the device); single: one rank, whose "
+        "collectives move nothing (default where there is one GPU)",
+    )
     add("--connections", nargs="+", type=int, help="values of CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32")
     add(
         "--strategies",
@@ -126,11 +131,9 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     devices = torch.cuda.device_count() if device == "cuda" else None
-    ranks = given.ranks or devices or 2
-    links = given.links or LINKS[device]
-    for link in links:
-        if link not in LINKS[device]:
-            raise RecipeError(f"no link {link!r} on {device}: there are {', '.join(LINKS[device])}")
+    links = given.links or ((SINGLE,) if 1 in (given.ranks, devices) else LINKS[device])
+    ranks = given.ranks or (1 if SINGLE in links else devices or 2)
+    _check_links(links, device, ranks)
     if devices is not None and ranks > devices:
         raise UnsupportedError(
             f"--ranks {ranks} needs {ranks} CUDA devices, found {devices}: ask for fewer ranks, or "
@@ -156,6 +159,18 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
     connections = dict.fromkeys(given.connections or (None,))
     places = [(link, number) for link in dict.fromkeys(links) for number in connections]
     return [dataclasses.replace(job, link=on, connections=number) for on, number in places]
+
+
+def _check_links(links: Sequence[str], device: str, ranks: int) -> None:
+    allowed = (*LINKS[device], SINGLE)
+    for link in links:
+        if link not in allowed:
+            raise RecipeError(f"no link {link!r} on {device}: there are {', '.join(allowed)}")
+        if (link == SINGLE) != (ranks == 1):
+            raise RecipeError(
+                f"--links {link} with {ranks} rank{'s' * (ranks != 1)}: one rank has no link, it "
+                f"is measured alone with --links {SINGLE}; the other links take at least 2 ranks"
+            )
 
 
 def _commit() -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 HF, MEGATRON, MEGATRON_SP = HOSTS = ("hf", "megatron", "megatron-sp")
+SINGLE = "single"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Job:
 
     Attributes:
         cases, strategies: by name, checked.
-        link: "nvlink" (whatever NCCL finds), "no-p2p" (through host memory), or "gloo".
+        link: "nvlink" (whatever NCCL finds), "no-p2p" (through host memory), "gloo", or "single":
+            one rank, whose collectives run over a group of one and move nothing.
         connections: CUDA_DEVICE_MAX_CONNECTIONS of its ranks; None leaves what is set, or not.
         out: folder for results and logs. scratch: folder of this group, for its store and errors.
         limit_s: seconds that a case may take, and that a rank waits for the others.

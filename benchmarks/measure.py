@@ -57,6 +57,7 @@ class CaseRun:
             UnsupportedError: a run without P2P holds peer copies; or nothing to compare with runs.
         """
         bed = self._bed()
+        _wake(self.device, self.job.executor)
         for variant in variants(self.job.strategies, ablation=self.job.ablation):
             if reason := variant.why_not(self.device):
                 self.skipped[variant.name] = reason
@@ -131,7 +132,7 @@ class CaseRun:
         for _ in range(variant.warmups):
             step()
         self.clock.finish()
-        facts["ready_s"] = time.perf_counter() - start
+        facts |= {"ready_s": time.perf_counter() - start, "steps": 1 + variant.warmups}
         facts |= memory.peak_mib(step, self.device, before)
         if graphs is not None:
             facts["graph_mib"] = (memory.graph_mib(self.device) or 0.0) - graphs
@@ -164,6 +165,15 @@ class CaseRun:
             seen = profiling.communication(events)
             facts |= {"communication_ms": seen.ms, "hidden_ms": seen.hidden_ms}
         return facts
+
+
+def _wake(device: torch.device, executor: str) -> None:
+    """Load what compiles, so that the first variant's start does not pay for it."""
+    backend = "inductor" if executor == "inductor" else "aot_eager"
+    once: Any = torch.compile(lambda x, w: (x @ w).relu().sum(-1), backend=backend, dynamic=False)
+    x, w = (torch.randn(32, 32, device=device, requires_grad=True) for _ in range(2))
+    with fresh_cache():
+        once(x, w).sum().backward()
 
 
 def _megatron(host: str, *given: Any) -> Bed:

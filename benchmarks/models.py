@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dynaflow_train.integrations.hf import tensor_parallel
@@ -59,9 +61,28 @@ def build(
         model = LlamaModel(config(case, whole))
     torch.nn.Module.to(model, dtype)
     model.train()
-    if mesh is not None:
+    if mesh is not None and ranks == 1:
+        _alone(model, mesh)
+    elif mesh is not None:
         tensor_parallel.parallelize(model, ranks)
     return model
+
+
+def _alone(model: LlamaModel, mesh: Any) -> None:
+    """Our styles on a group of one, for which transformers installs none.
+
+    The same ops and collectives are there as in a larger group; what they move stays on the rank.
+    """
+    undo = tensor_parallel.apply()
+    try:
+        plan = tensor_parallel.plan_for(model)
+        for name, module in model.named_modules():
+            if style := plan.get(re.sub(r"\.\d+", ".*", "." + name)[1:]):
+                for parameter in dict(module.named_parameters(recurse=False)):
+                    ALL_PARALLEL_STYLES[style].shard_param(module, parameter, mesh)
+                ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+    finally:
+        undo()
 
 
 def share(model: torch.nn.Module, weights: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynaflow_train.benchmarks import figures
+from dynaflow_train.benchmarks.job import SINGLE
 from dynaflow_train.benchmarks.timing import slowest
 from dynaflow_train.benchmarks.variants import ABLATION, EAGER, UNCUT, bare_of
 
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 NOT_SLOWER = 0.99  # of the best baseline's speed
+ALONE = "one rank: collectives over a group of one, no communication is measured; H, E are n/a"
 Row = dict[str, Any]
 
 SHOWN = {  # column of a printed table -> its width
     "variant": 30, "ms": 9, "speedup": 8, "lower_bound": 11, "H": 7, "E": 7, "hidden_share": 12,
-    "cpu_ms": 8, "peak_mib": 9, "extra_copied_mib": 16, "ready_s": 8, "gradient_error": 14,
+    "cpu_ms": 8, "peak_mib": 9, "extra_copied_mib": 16, "startup_s": 9, "startup_ratio": 13,
+    "gradient_error": 14,
 }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def judge(result: Mapping[str, Any]) -> Judged:
     base = min(baselines, key=medians.__getitem__)
     without = bare_of(base, names)
     limit = bare = float("nan")
-    if without in times:
+    if without in times and result["link"] != SINGLE:
         bare = medians[without]
         limit = figures.limit_ms(figures.phases(times[base]), figures.phases(times[without]))
     shared = {"base": base, "limit_ms": limit, "without_ms": bare, **_origin(result)}
@@ -96,9 +99,12 @@ def judge(result: Mapping[str, Any]) -> Judged:
                 "H": figures.share_of(medians[base], middle.median, bare),
                 "E": figures.share_of(medians[base], middle.median, limit),
                 **_facts(found, name),
+                **_start(found, medians, name),
                 **shared,
             }
         )
+        if result["link"] == SINGLE:
+            rows[-1]["note"] = ALONE
     idle = [(name, f"skipped: {why}") for name, why in result["skipped"].items()]
     idle += [(name, f"failed: {why}") for name, why in result["failed"].items()]
     for name, why in idle:
@@ -107,15 +113,27 @@ def judge(result: Mapping[str, Any]) -> Judged:
     return Judged(**where, base=base, without=without, limit_ms=limit, rows=rows, ablation=ablation)
 
 
+def _start(found: Mapping[str, Any], medians: Mapping[str, float], name: str) -> Row:
+    """Seconds until everything was compiled and recorded, beyond what as many later steps take."""
+    own, plain = (
+        max(0.0, found[each]["ready_s"] - steps * medians[each] / 1e3)
+        if each in found and (steps := found[each].get("steps"))
+        else None
+        for each in (name, UNCUT)
+    )
+    ratio = None if own is None or not plain else own / plain
+    return {"startup_s": own, "startup_ratio": ratio}
+
+
 def _facts(found: Mapping[str, Any], name: str) -> Row:
     mine, plain = found[name], found.get(UNCUT, {})
     copied, uncut = mine["copied_bytes"], plain.get("copied_bytes")
     peak, plain_peak = mine["peak_mib"], plain.get("peak_mib")
-    ms = mine.get("communication_ms")
-    note = "" if ms is not None else "no kernel intervals on the CPU: hidden_share is n/a"
+    inside = mine.get("communication_ms")
+    note = "" if inside is not None else "no kernel intervals on the CPU: hidden_share is n/a"
     return {
-        "hidden_share": mine["hidden_ms"] / ms if ms else None,
-        "communication_ms": ms,
+        "hidden_share": mine["hidden_ms"] / inside if inside else None,
+        "communication_ms": inside,
         "cpu_ms": mine["cpu_ms"],
         "first_step_s": mine["first_step_s"],
         "ready_s": mine["ready_s"],
@@ -154,10 +172,11 @@ def _ablation(steps: Mapping[str, Sequence[float]], medians: Mapping[str, float]
 
 def table(judged: Judged) -> str:
     """For people."""
-    head = (
-        f"{judged.case}, {judged.place}: best baseline {judged.base}, limit {judged.limit_ms:.3f} "
-        f"ms (without collectives: {judged.without})"
-    )
+    head = f"{judged.case}, {judged.place}: best baseline {judged.base}, "
+    if judged.link == SINGLE:
+        head += ALONE
+    else:
+        head += f"limit {judged.limit_ms:.3f} ms (without collectives: {judged.without})"
     lines = [head, "  ".join(f"{name:>{width}}" for name, width in SHOWN.items())]
     for row in judged.rows:
         if row["ms"] is None:

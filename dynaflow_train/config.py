@@ -18,7 +18,7 @@ from .errors import RecipeError
 RegionKind = Literal["model", "layer"]
 Executor = Literal["inductor", "eager"]
 Engine = Literal["fast", "interpreter"]
-TensorParallel = Literal["merged", "host"]
+TensorParallel = Literal["merged", "sequence", "host"]
 Host = Literal["hf", "megatron"]
 Transfer = Literal["group", "copy_engine"]
 Priority = Literal["normal", "high"]
@@ -83,7 +83,8 @@ class Recipe:
         cuda_graphs: record each phase as one CUDA graph after a few steps and replay it.
         nccl: by the name of a stream, a mapping with the keys of `StreamOptions`.
         max_contexts: plans kept per region; the oldest goes.
-        tensor_parallel: "merged", our plan with one reduction per block input, or the "host"'s own.
+        tensor_parallel: "merged", our plan with one reduction per block input; "sequence", the same
+            with each rank's part of the sequence between blocks; or the "host"'s own.
         host: the system whose integration the launcher applies, or None.
         description: one line for people.
     """

@@ -55,6 +55,64 @@ class SumOutput(torch.autograd.Function):
         return gradients[0], None
 
 
+class GatherFirst(torch.autograd.Function):
+    """[n, ...] -> [size * n, ...]; of the gradient, partial on every rank, the own part's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, group: str) -> Tensor:  # noqa: D102
+        ctx.size, ctx.group = size, group
+        return all_gather(tensor, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+        return reduce_scatter(gradients[0], ctx.size, ctx.group), None, None
+
+
+class ScatterFirst(torch.autograd.Function):
+    """The reverse: partial sums [size * n, ...] -> the own part's sum [n, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, group: str) -> Tensor:  # noqa: D102
+        ctx.size, ctx.group = size, group
+        return reduce_scatter(tensor, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+        return all_gather(gradients[0], ctx.size, ctx.group), None, None
+
+
+class CutFirst(torch.autograd.Function):
+    """A tensor that is whole on every rank -> the own part [n, ...]; gradients are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, rank: int, group: str) -> Tensor:  # noqa: D102
+        ctx.size, ctx.group = size, group
+        return own_part(tensor, size, rank)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
+        return all_gather(gradients[0], ctx.size, ctx.group), None, None, None
+
+
+class JoinFirst(torch.autograd.Function):
+    """The reverse: own parts [n, ...] -> whole on every rank, its gradient too; the own part's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int, rank: int, group: str) -> Tensor:  # noqa: D102
+        ctx.size, ctx.rank = size, rank
+        return all_gather(tensor, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
+        return own_part(gradients[0], ctx.size, ctx.rank), None, None, None
+
+
+def own_part(tensor: Tensor, size: int, rank: int) -> Tensor:
+    """[size * n, ...] -> the rank's [n, ...], in memory of its own."""
+    n = tensor.shape[0] // size
+    return tensor[rank * n : (rank + 1) * n].clone(memory_format=torch.contiguous_format)
+
+
 def sum_gradient(tensor: Tensor, group: str) -> Tensor:
     """The tensor itself; its gradient is summed over the group."""
     return SumGradient.apply(tensor, group)  # pyright: ignore[reportReturnType]

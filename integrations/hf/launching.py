@@ -115,4 +115,5 @@ def shard(model: Any, recipe: Recipe) -> Any:
         return model
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # several ranks share the cores of one host
-    return tensor_parallel.parallelize(model, tp_size, merged=recipe.tensor_parallel == "merged")
+    own, sequence = recipe.tensor_parallel != "host", recipe.tensor_parallel == "sequence"
+    return tensor_parallel.parallelize(model, tp_size, merged=own, sequence=sequence)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -51,9 +51,18 @@ OURS_FOR = {
 GATHERED_HEAD = ("colwise_gather_output", "colwise_rep")
 
 
-def _group_name(mesh: DeviceMesh) -> str:
+class Group(NamedTuple):
+    """The ranks that share each layer."""
+
+    name: str
+    size: int
+    rank: int
+
+
+def group_of(mesh: DeviceMesh) -> Group:
+    """The tensor-parallel one of a mesh."""
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
-    return group.group_name
+    return Group(group.group_name, group.size(), group.rank())
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
@@ -75,15 +84,21 @@ def _swapped(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Generat
 class BlockInput(TensorParallelLayer):
     """A block whose column-parallel children share one input: its gradient is summed once."""
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def enter(self, module: nn.Module, hidden: Tensor, group: Group) -> Tensor:
         """Sum the gradient of the block's first argument (`hidden_states`, [b, s, h])."""
-        group, plain = _group_name(mesh), module.forward
+        del module
+        return sum_gradient(hidden, group.name)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Let the first argument go through `enter`."""
+        group, plain = group_of(mesh), module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if args:
-                args = (sum_gradient(args[0], group), *args[1:])
+                args = (self.enter(module, args[0], group), *args[1:])
             else:
-                kwargs = {**kwargs, "hidden_states": sum_gradient(kwargs["hidden_states"], group)}
+                hidden = self.enter(module, kwargs["hidden_states"], group)
+                kwargs = {**kwargs, "hidden_states": hidden}
             return plain(*args, **kwargs)
 
         module.forward = forward
@@ -93,14 +108,19 @@ class BlockInput(TensorParallelLayer):
 class Column(ColwiseParallel):
     """A linear that owns a slice of the output features; its input is whole, its output local."""
 
+    def product(self, module: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """[b, s, in] to [b, s, out / size]."""
+        del module
+        return plain(x)
+
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the plain forward on the local slices of weight and bias."""
         del mesh
         plain = module.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
             with _swapped(module, {k: _local(p) for k, p in module._parameters.items()}):
-                return plain(*args, **kwargs)
+                return self.product(module, plain, x)
 
         module.forward = forward
         return module
@@ -109,17 +129,28 @@ class Column(ColwiseParallel):
 class Row(RowwiseParallel):
     """A linear that owns a slice of the input features; its partial output is summed."""
 
+    def product(
+        self, module: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor, group: Group
+    ) -> Tensor:
+        """[b, s, in / size] to the sum over the group, [b, s, out]."""
+        del module
+        return SumOutput.apply(plain(x), group.name)  # pyright: ignore[reportReturnType]
+
+    def bias(self, module: nn.Module, bias: Tensor, group: Group) -> Tensor:
+        """What is added to it."""
+        del module, group
+        return bias
+
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Run the plain forward without the bias, sum over the group, then add the bias once."""
-        group, plain = _group_name(mesh), module.forward
+        group, plain = group_of(mesh), module.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
             local = {k: _local(p) for k, p in module._parameters.items()}
             with _swapped(module, {**local, "bias": None}):
-                partial = plain(*args, **kwargs)
-            whole: Any = SumOutput.apply(partial, group)
+                whole = self.product(module, plain, x, group)
             bias = local.get("bias")
-            return whole if bias is None else whole + bias
+            return whole if bias is None else whole + self.bias(module, bias, group)
 
         module.forward = forward
         return module
@@ -132,13 +163,20 @@ class Shared(TensorParallelLayer):
     the earlier micro-steps of gradient accumulation once per rank.
     """
 
+    def is_partial(self, module: nn.Module) -> bool:
+        """Whether its gradient is."""
+        del module
+        return True
+
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Pass each parameter of `module` through f."""
-        group, plain = _group_name(mesh), module.forward
+        group, plain = group_of(mesh), module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_partial(module):
+                return plain(*args, **kwargs)
             own = {k: p for k, p in module._parameters.items() if p is not None}
-            with _swapped(module, {k: sum_gradient(p, group) for k, p in own.items()}):
+            with _swapped(module, {k: sum_gradient(p, group.name) for k, p in own.items()}):
                 return plain(*args, **kwargs)
 
         module.forward = forward
@@ -154,14 +192,15 @@ class Whole(TensorParallelLayer):
         return module
 
 
-def apply() -> Callable[[], None]:
-    """Register our styles in transformers' registry; the result takes them out again.
+def apply(more: Mapping[str, TensorParallelLayer] | None = None) -> Callable[[], None]:
+    """Register our styles, and `more`, in transformers' registry; the result takes them out again.
 
     Raises:
         UnsupportedError: transformers is older than 5.17 or newer than 5.x.
     """
     check_version()
     styles = {BLOCK: BlockInput(), COLUMN: Column(), ROW: Row(), SHARED: Shared(), WHOLE: Whole()}
+    styles |= more or {}
     added = [name for name in styles if name not in ALL_PARALLEL_STYLES]
     for name in added:
         ALL_PARALLEL_STYLES.register(name, styles[name])  # pyright: ignore[reportArgumentType]
@@ -246,7 +285,9 @@ def _check_block(model: PreTrainedModel, block: str, plan: Mapping[str, str]) ->
         raise UnsupportedError(msg)
 
 
-def parallelize(model: PreTrainedModel, tp_size: int, *, merged: bool = True) -> PreTrainedModel:
+def parallelize(
+    model: PreTrainedModel, tp_size: int, *, merged: bool = True, sequence: bool = False
+) -> PreTrainedModel:
     """Shard a model over `tp_size` ranks, in place.
 
     The ranks must hold equal weights (built with one seed, or loaded). Starts torch.distributed
@@ -256,24 +297,31 @@ def parallelize(model: PreTrainedModel, tp_size: int, *, merged: bool = True) ->
         model: a transformers model with a tensor-parallel plan.
         tp_size: number of ranks that share each layer.
         merged: our styles; False takes the host's own plan.
+        sequence: our styles, and between blocks each rank holds its part of the sequence (see
+            `sequence_parallel`). Whoever compiles the model does it afterwards.
 
     Raises:
         UnsupportedError: heads or widths do not divide by `tp_size`, `plan_for` refuses, or the
             host's own plan was asked for and gives wrong gradients.
     """
+    from . import sequence_parallel  # noqa: PLC0415 - it builds on this module
+
     _check_divides(model.config, tp_size)
-    undo = apply()
+    undo = apply(sequence_parallel.STYLES)
     try:
         if merged:
+            plan = sequence_parallel.plan_for(model) if sequence else plan_for(model)
             # Set on the model, not in the config: later versions merge a config's plan into the
             # host's, and 5.24 fails on a rule for a tied head.
-            model.tp_plan = {name: s for name, s in plan_for(model).items() if s != WHOLE}
+            model.tp_plan = {name: s for name, s in plan.items() if s != WHOLE}
         # 5.17 returns a mesh, later versions a mesh manager; both go back as they came.
         config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=tp_size))
         sharded: Any = type(model).maybe_distribute_model(model, config, mesh)
     finally:
         undo()
     check_host_plan(sharded)
+    if sequence:
+        sequence_parallel.cut_stream(sharded)
     return sharded
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import masking_utils
 
 from dynaflow_train.benchmarks import cases
 from dynaflow_train.benchmarks.cases import CASES
 from dynaflow_train.benchmarks.models import build, config, share
 from dynaflow_train.errors import RecipeError, UnsupportedError
+from tests.ranks import run_ranks
 
 
 def test_every_case_that_was_asked_for_exists():
     sizes = ("2x4096", "2x1024", "1x2048", "8x512", "16x128")
-    wanted = {
-        f"{m}-{size}{tp}" for m in ("8b", "70b") for size in sizes for tp in ("", "-tp4", "-tp8")
-    }
-    wanted |= {f"8b-{n}layers-2x1024" for n in (2, 8, 32)} | {"tiny"}
+    cuts = ("", "-tp2", "-tp4", "-tp8")
+    wanted = {f"{m}-{size}{tp}" for m in ("8b", "70b") for size in sizes for tp in cuts}
+    wanted |= {f"8b-{n}layers-2x1024{tp}" for n in (2, 8, 32) for tp in cuts} | {"tiny"}
     assert set(CASES) == wanted
     assert all(name == case.name for name, case in CASES.items())
 
@@ -29,6 +33,7 @@ def test_every_case_that_was_asked_for_exists():
         ("70b-1x2048", 2, 1, 2048, 8192, None),
         ("8b-16x128-tp8", 4, 16, 128, 4096, 8),
         ("8b-32layers-2x1024", 32, 2, 1024, 4096, None),
+        ("8b-32layers-2x1024-tp2", 32, 2, 1024, 4096, 2),
     ],
 )
 def test_names_say_the_shapes(name, layers, batch, tokens, hidden, tp):
@@ -55,8 +60,10 @@ def test_ranks_that_do_not_divide_the_group_are_refused():
 
 def test_picking_by_name_pattern_and_near_miss():
     assert cases.pick(["tiny", "8b-2x4096", "tiny"]) == ["tiny", "8b-2x4096"]
-    assert cases.pick(["8b-2x1024*"]) == ["8b-2x1024", "8b-2x1024-tp4", "8b-2x1024-tp8"]
-    assert cases.pick(["all"]) == [name for name in CASES if name != "tiny"]
+    names = [f"8b-2x1024{cut}" for cut in ("", "-tp2", "-tp4", "-tp8")]
+    assert cases.pick(["8b-2x1024*"]) == names
+    twice = {"tiny", *(name for name in CASES if name.endswith("-tp2"))}  # on two ranks
+    assert cases.pick(["all"]) == [name for name in CASES if name not in twice]
     with pytest.raises(RecipeError, match=r"no case '8b-2x4069'. Did you mean '8b-2x4096'\?"):
         cases.pick(["8b-2x4069"])
 
@@ -68,6 +75,32 @@ def test_models_share_one_copy_of_equal_weights():
     assert all(torch.equal(p, before[n]) for n, p in one.named_parameters())
     share(other, one)
     assert all(p is q for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def alone(rank):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    device, dtype = torch.device("cpu"), torch.float32
+    case = dataclasses.replace(CASES["tiny"], tp=2)
+    one, bare = build(case, device, dtype, mesh=mesh), build(case, device, dtype, cut=2)
+    inputs, counts = case.inputs(device, dtype), []
+    with CommDebugMode() as seen:
+        out = one(**inputs).last_hidden_state
+        counts.append(seen.get_total_counts())
+        out.sum().backward()
+        counts.append(seen.get_total_counts())
+    bare(**inputs).last_hidden_state.sum().backward()
+    pairs = zip(one.parameters(), bare.parameters(), strict=True)
+    used = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]  # not the embedding
+    off = [float((getattr(g, "_local_tensor", g) - h).norm() / h.norm()) for g, h in used]
+    return counts, one.config.num_attention_heads, off
+
+
+@pytest.mark.dist
+def test_one_rank_runs_the_collectives_of_its_cut_over_itself():
+    ((counts, heads, off),) = run_ranks(alone, 1)
+    assert (counts, heads) == ([4, 8], 2)  # 2 layers, 2 in each direction
+    assert len(off) == 19
+    assert max(off) < 1e-5  # only the order in which a block's input gradients are summed
 
 
 def test_no_mask_is_made_and_attention_is_that_of_sdpa(monkeypatch):

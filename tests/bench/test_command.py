@@ -40,7 +40,18 @@ CPU = ("bench", "--device", "cpu")
             ("--cases", "tiny", "--connections", "1", "64"),
             "--connections must be from 1 to 32, which is all that CUDA takes, found 64",
         ),
-        (("--cases", "tiny", "--links", "nvlink"), "no link 'nvlink' on cpu: there are gloo"),
+        (
+            ("--cases", "tiny", "--links", "nvlink"),
+            "no link 'nvlink' on cpu: there are gloo, single",
+        ),
+        (
+            ("--cases", "tiny", "--links", "gloo", "--ranks", "1"),
+            "--links gloo with 1 rank: one rank has no link, it is measured alone with --links sin",
+        ),
+        (
+            ("--cases", "tiny", "--links", "single", "--ranks", "2"),
+            "--links single with 2 ranks: one rank has no link",
+        ),
         (("--cases", "tiny", "--rounds", "0"), "--rounds must be at least 1, found 0"),
         (("--cases", "tiny", "--ranks", "4"), "'tiny' has kv_heads = 2, which TP 4 does not"),
     ],

@@ -64,6 +64,25 @@ def test_no_kernel_intervals_is_said_not_guessed():
     assert ours["note"].startswith("no kernel intervals on the CPU: hidden_share is n/a")
 
 
+def test_one_rank_has_no_communication_to_be_judged_by():
+    found = result("single") | {"ranks": 1}
+    judged = report.judge(found)
+    ours = row(judged, "dual_batch")
+    assert (ours["H"], ours["E"], ours["link"]) == (None, None, "single")
+    assert ours["note"].startswith("one rank: collectives over a group of one, no communication")
+    assert "no communication is measured" in report.table(judged).splitlines()[0]
+
+
+def test_startup_is_what_goes_beyond_as_many_steps():
+    found = result()
+    found["variants"]["compile"] |= {"ready_s": 2.0, "steps": 10}
+    found["variants"]["dual_batch"] |= {"ready_s": 3.0, "steps": 20}
+    ours = row(report.judge(found), "dual_batch")
+    assert ours["startup_s"] == pytest.approx(3.0 - 20 * 0.052)
+    assert ours["startup_ratio"] == pytest.approx((3.0 - 20 * 0.052) / (2.0 - 10 * 0.072))
+    assert row(report.judge(result()), "dual_batch")["startup_s"] is None  # steps not counted
+
+
 def test_what_did_not_run_says_why(judged):
     assert row(judged, "compile+graph")["note"] == "skipped: no graphs here"
     assert row(judged, "nanoflow")["note"] == "failed: rank 1: broke"
