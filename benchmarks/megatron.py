@@ -111,7 +111,7 @@ class MegatronBed(Bed):
         torch.manual_seed(0)
         # A generator for CUDA; on the CPU, where there is none, a stand-in.
         model_parallel_cuda_manual_seed(1, inference_rng_tracker=on_cpu)
-        return Stack(config, case.tokens).train()
+        return Stack(config, case.tokens).to(self.device).train()
 
     def shipped(self) -> torch.nn.Module:
         """Megatron's own; outside of a capture the fused attention alone would differ from it."""
