@@ -81,8 +81,9 @@ class OpCompiler:
         if key in self._known:
             self.reused += 1
             return self._known[key]
-        static = specialise(op.graph, metas, sizes, stores, added, eager=self.executor == "eager")
-        call = self._inductor(static) if self.executor == "inductor" else _eager(static)
+        eager = self.executor == "eager" or op.ragged  # else it would be compiled for fixed sizes
+        static = specialise(op.graph, metas, sizes, stores, added, eager=eager)
+        call = _eager(static) if eager else self._inductor(static)
         self.compiled += 1
         copied = frozenset(i for i, how in static.written.items() if how == "copied")
         taken = {_storage(t) for t in static.inputs}

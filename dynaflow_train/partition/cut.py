@@ -19,7 +19,7 @@ from torch import fx
 from dynaflow_train.annotate import Rule, SplitFunc, label_key
 from dynaflow_train.errors import RuleError
 from dynaflow_train.ir import Op, Phase, Region, Value
-from dynaflow_train.partition.collectives import group_of, kind_of
+from dynaflow_train.partition.collectives import group_of, kind_of, ragged_nodes
 from dynaflow_train.partition.extract import extract
 from dynaflow_train.partition.group import group
 from dynaflow_train.partition.wgrad import above, wgrad_nodes
@@ -63,6 +63,7 @@ class _Cutter:
     outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     labels: dict[fx.Node, Label] = field(default_factory=dict)
+    ragged: set[fx.Node] = field(default_factory=set)
 
     def is_floating(self, node: fx.Node) -> bool:
         """Views of shared values and constants: copied into every op that reads them."""
@@ -97,6 +98,8 @@ class _Cutter:
                 rule = f"{where[-1] if where else 'rest'}.wgrad"
             else:
                 rule = self.rule_label(node) or self._inherited(node)
+            if node in self.ragged:
+                mode = "rows" if mode == "split" else f"{mode}.rows"
             key = (mode, rule)
         self.labels[node] = key
         return key
@@ -155,6 +158,7 @@ def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
     cutter = _Cutter(graph, phase, rules, verdicts)
     needed = above(outputs)
     cutter.outputs.update(outputs)
+    cutter.ragged = ragged_nodes(graph)
     if phase == "backward" and split_wgrad:
         pairs = zip(outputs, parameter_outputs, strict=True)
         flowing = [output for output, is_parameter in pairs if not is_parameter]
@@ -243,5 +247,6 @@ def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]
         flops=flops,
         bytes=moved,
         reason=next((verdicts.reason[n] for n in members if n in verdicts.reason), None),
+        ragged=members[0] in cutter.ragged,
         graph=graph,
     )

@@ -10,6 +10,7 @@ from torch import fx
 from dynaflow_train.split.axis import (
     OWN,
     PARTIAL,
+    ROWS,
     Info,
     MixesSamples,
     at,
@@ -209,3 +210,21 @@ def all_to_all(call: Call, axis: Axis) -> Result:
     if axis.dim == 0:
         raise MixesSamples("it exchanges samples between ranks")
     return call.first
+
+
+def to_rows(call: Call) -> Result:
+    """sort_pairs, sort_rows: samples become rows in an order of their own."""
+    return call.each(ROWS)
+
+
+def from_rows(call: Call) -> Result:
+    """unsort_rows(rows, order, place, index): rows lie as the pairs of `index` do again."""
+    axis = call.info(call.args[3]).axis
+    if axis is None or axis.dim != 0:
+        raise MixesSamples("it is not known in which order its tokens stand")
+    return Info("batch", axis)
+
+
+def sum_of_rows(call: Call) -> Result:
+    """grouped_wgrad: an addend per micro-batch."""
+    return PARTIAL
