@@ -9,9 +9,9 @@ never relied upon, since ops with ragged tensors run operator by operator.
     rows = sort_rows(x, order, place, index)         [t, k, h] -> [t * k, h], by expert
     sizes = to_host(counts, received, group)         [2, experts] on the host: sent, received
     rows = exchange_rows(rows, sizes, False, group)  to the ranks of the experts: ragged
-    rows, ends = group_rows(rows, received)          by expert again; `ends` of each expert's rows
+    rows, ends = group_rows(rows, received, ranks)   by expert again; `ends` of each expert's rows
     rows = grouped_mm(rows, weights, ends, False)
-    rows = ungroup_rows(rows, received)
+    rows = ungroup_rows(rows, received, ranks)
     rows = exchange_rows(rows, sizes, True, group)   [t * k, h]
     x = unsort_rows(rows, order, place, index)       [t, k, h], in the batch's order
 """
@@ -35,7 +35,7 @@ def define() -> Any:
     sort_rows, unsort_rows: to that order and back; `index` [t, k] tells where the batch lies.
     to_host: a copy that does not wait; who reads it does.
     exchange_rows: `sizes` [2, experts of all ranks]; `back` swaps what is sent and received.
-    group_rows: rows by sender and expert, `received` [ranks, own experts], become rows by expert.
+    group_rows: rows by sender and expert, `received` [ranks * own experts], become rows by expert.
     grouped_mm: rows of expert e @ weight[e].T, or @ weight[e] if `transposed`.
     grouped_wgrad: for each expert left.T @ right of its rows.
     """
@@ -160,43 +160,44 @@ def _exchange_rows_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return torch.ops.dynaflow.exchange_rows(gradient, sizes, not back, group), None, None, None
 
 
-def _sources(rows: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
+def _sources(rows: Tensor, received: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """For rows by expert where each stands among rows by sender; the end of each expert's rows."""
-    flat = received.flatten()
-    starts = (flat.cumsum(0) - flat).view(received.shape).t().flatten()
-    sizes = received.t().flatten()  # chunks by expert, then sender
+    starts = (received.cumsum(0) - received).view(ranks, -1).t().flatten()
+    sizes = received.view(ranks, -1).t().flatten()  # chunks by expert, then sender
     ends = sizes.cumsum(0)
     at = torch.arange(rows.shape[0], device=rows.device)
     chunk = torch.searchsorted(ends, at, right=True)
     source = at + (starts - (ends - sizes)).index_select(0, chunk)
-    return source, ends[received.shape[0] - 1 :: received.shape[0]].to(torch.int32)
+    return source, ends[ranks - 1 :: ranks].to(torch.int32)
 
 
-def _group_rows(rows: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
-    source, ends = _sources(rows, received)
+def _group_rows(rows: Tensor, received: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    source, ends = _sources(rows, received, ranks)
     return rows.index_select(0, source), ends
 
 
-def _group_rows_fake(rows: Tensor, received: Tensor) -> tuple[Tensor, Tensor]:
-    ends = received.new_empty((received.shape[1],), dtype=torch.int32)
+def _group_rows_fake(rows: Tensor, received: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    ends = received.new_empty((received.shape[0] // ranks,), dtype=torch.int32)
     return torch.empty_like(rows, memory_format=torch.contiguous_format), ends
 
 
 def _group_rows_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    return torch.ops.dynaflow.ungroup_rows(gradient, ctx.saved_tensors[1]), None
+    received, (ranks,) = ctx.saved_tensors[1], ctx.others
+    return torch.ops.dynaflow.ungroup_rows(gradient, received, ranks), None, None
 
 
-def _ungroup_rows(rows: Tensor, received: Tensor) -> Tensor:
-    source, _ = _sources(rows, received)
+def _ungroup_rows(rows: Tensor, received: Tensor, ranks: int) -> Tensor:
+    source, _ = _sources(rows, received, ranks)
     return torch.empty_like(rows).index_copy_(0, source, rows)
 
 
-def _ungroup_rows_fake(rows: Tensor, received: Tensor) -> Tensor:
+def _ungroup_rows_fake(rows: Tensor, received: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
 def _ungroup_rows_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return torch.ops.dynaflow.group_rows(gradient, ctx.saved_tensors[1])[0], None
+    received, (ranks,) = ctx.saved_tensors[1], ctx.others
+    return torch.ops.dynaflow.group_rows(gradient, received, ranks)[0], None, None
 
 
 def _fused(*operands: Tensor) -> bool:
@@ -268,13 +269,13 @@ _OPERATORS: tuple[tuple[str, Any, Any, Any], ...] = (
         _exchange_rows_backward,
     ),
     (
-        "group_rows(Tensor rows, Tensor received) -> (Tensor, Tensor)",
+        "group_rows(Tensor rows, Tensor received, int ranks) -> (Tensor, Tensor)",
         _group_rows,
         _group_rows_fake,
         _group_rows_backward,
     ),
     (
-        "ungroup_rows(Tensor rows, Tensor received) -> Tensor",
+        "ungroup_rows(Tensor rows, Tensor received, int ranks) -> Tensor",
         _ungroup_rows,
         _ungroup_rows_fake,
         _ungroup_rows_backward,

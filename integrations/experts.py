@@ -46,11 +46,10 @@ def run_experts(
     rows = ops.sort_rows(hidden.unsqueeze(1).expand(-1, index.shape[1], -1), order, place, index)
     equal = [local] * size
     received = c10d.wait_tensor(c10d.all_to_all_single(counts, equal, equal, group))
-    received = received.view(size, local)
     sizes = ops.to_host(counts, received, group)
     rows = ops.exchange_rows(rows, sizes, False, group)
-    rows, ends = ops.group_rows(rows, received)
-    rows = ops.ungroup_rows(experts(rows, ends), received)
+    rows, ends = ops.group_rows(rows, received, size)
+    rows = ops.ungroup_rows(experts(rows, ends), received, size)
     rows = ops.exchange_rows(rows, sizes, True, group)
     pairs = ops.unsort_rows(rows, order, place, index)
     return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)

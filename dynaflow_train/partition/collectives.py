@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -47,17 +52,23 @@ def drop_waits(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def ragged_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that take or give tensors whose size, or value on the host, run time alone knows."""
-    ragged, touching = set[fx.Node](), set[fx.Node]()
+def ragged_nodes(graph: fx.Graph, given: Collection[fx.Node] = ()) -> dict[fx.Node, bool]:
+    """Nodes that have to do with sizes, or values on the host, that run time alone knows.
+
+    Args:
+        graph: a forward or a backward.
+        given: placeholders of such size.
+
+    Returns:
+        each such node -> whether its result is of such size.
+    """
+    found: dict[fx.Node, bool] = dict.fromkeys(given, True)
     for node in graph.nodes:
-        name = _name(node)[1] if _name(node)[0] == "dynaflow" else ""
-        if name == "exchange_rows" and not node.args[2]:
-            ragged.add(node)
-        elif name not in ("exchange_rows", "grouped_wgrad") and (
-            ragged.intersection(node.all_input_nodes)
-        ):
-            ragged.add(node)
-        if name in _ROWS or ragged.intersection((node, *node.all_input_nodes)):
-            touching.add(node)
-    return touching
+        namespace, name = _name(node)
+        name = name if namespace == "dynaflow" else ""
+        reads = any(found.get(source, False) for source in node.all_input_nodes)
+        if name in _ROWS:
+            found[node] = name == "exchange_rows" and not node.args[2]
+        elif reads:
+            found[node] = name != "grouped_wgrad"
+    return found

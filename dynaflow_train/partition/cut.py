@@ -19,13 +19,13 @@ from torch import fx
 from dynaflow_train.annotate import Rule, SplitFunc, label_key
 from dynaflow_train.errors import RuleError
 from dynaflow_train.ir import Op, Phase, Region, Value
-from dynaflow_train.partition.collectives import group_of, kind_of, ragged_nodes
+from dynaflow_train.partition.collectives import group_of, kind_of
 from dynaflow_train.partition.extract import extract
 from dynaflow_train.partition.group import group
 from dynaflow_train.partition.wgrad import above, wgrad_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 Label = tuple[str, str | None]  # mode and rule; "collective" and its name
 
@@ -63,7 +63,7 @@ class _Cutter:
     outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     labels: dict[fx.Node, Label] = field(default_factory=dict)
-    ragged: set[fx.Node] = field(default_factory=set)
+    ragged: Collection[fx.Node] = ()
 
     def is_floating(self, node: fx.Node) -> bool:
         """Views of shared values and constants: copied into every op that reads them."""
@@ -139,6 +139,7 @@ def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
     split_wgrad: bool = True,
     parameter_outputs: Sequence[bool] = (),
     outputs: Sequence[object] = (),
+    ragged: Collection[fx.Node] = (),
 ) -> Region:
     """Cut `graph` into a Region.
 
@@ -151,14 +152,14 @@ def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
         split_wgrad: whether gradients of parameters become ops of their own (backward only).
         parameter_outputs: for each backward output whether it is a parameter's gradient.
         outputs: what leaves the region; what only other outputs of the graph need is left out.
+        ragged: what `ragged_nodes` found.
 
     Raises:
         RuleError: a rule about an operator matches nothing (forward only).
     """
-    cutter = _Cutter(graph, phase, rules, verdicts)
+    cutter = _Cutter(graph, phase, rules, verdicts, ragged=ragged)
     needed = above(outputs)
     cutter.outputs.update(outputs)
-    cutter.ragged = ragged_nodes(graph)
     if phase == "backward" and split_wgrad:
         pairs = zip(outputs, parameter_outputs, strict=True)
         flowing = [output for output, is_parameter in pairs if not is_parameter]
