@@ -159,6 +159,15 @@ class Region:
         }
 
     @cached_property
+    def apart(self) -> frozenset[str]:
+        """Ops that never run merged for some micro-batches: that would copy their rows together."""
+        return frozenset(
+            op.name
+            for op in self.ops
+            if any(self.values[v].sharing == "rows" for v in (*op.inputs, *op.outputs))
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of what has to agree over ranks: op names, edges and collectives."""
         text = "\n".join(

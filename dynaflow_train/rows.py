@@ -27,6 +27,8 @@ from torch import Tensor
 
 NAMESPACE = "dynaflow"
 READY = "_dynaflow_ready"  # on a tensor of the host: the event after which it may be read
+
+
 @functools.cache
 def define() -> Any:
     """Define the operators; gives `torch.ops.dynaflow`.
@@ -40,16 +42,14 @@ def define() -> Any:
     grouped_wgrad: for each expert left.T @ right of its rows.
     """
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for schema, run, fake, backward in _OPERATORS:
+    for schema, (run, fake, backward) in zip(_TAKES.split("\n")[1:], _DOES, strict=True):
         library.define(schema, tags=(torch.Tag.flexible_layout,))
         name = schema.partition("(")[0]
         library.impl(name, run, "CompositeExplicitAutograd")
         qualified = f"{NAMESPACE}::{name}"
         torch.library.register_fake(qualified, fake, lib=library)
         if backward is not None:
-            torch.library.register_autograd(
-                qualified, backward, setup_context=_save, lib=library
-            )
+            torch.library.register_autograd(qualified, backward, setup_context=_save, lib=library)
     ops = torch.ops.dynaflow
     ops._rows_library = library  # lives as long as its operators
     return ops
@@ -242,54 +242,24 @@ def _grouped_wgrad_fake(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
 
 
-_OPERATORS: tuple[tuple[str, Any, Any, Any], ...] = (
-    (
-        "sort_pairs(Tensor index, int experts) -> (Tensor, Tensor, Tensor)",
-        _sort_pairs,
-        _sort_pairs_fake,
-        None,
-    ),
-    (
-        "sort_rows(Tensor x, Tensor order, Tensor place, Tensor index) -> Tensor",
-        _sort_rows,
-        _sort_rows_fake,
-        _sort_rows_backward,
-    ),
-    (
-        "unsort_rows(Tensor rows, Tensor order, Tensor place, Tensor index) -> Tensor",
-        _unsort_rows,
-        _unsort_rows_fake,
-        _unsort_rows_backward,
-    ),
-    ("to_host(Tensor counts, Tensor received, str group) -> Tensor", _to_host, _to_host_fake, None),
-    (
-        "exchange_rows(Tensor rows, Tensor sizes, bool back, str group) -> Tensor",
-        _exchange_rows,
-        _exchange_rows_fake,
-        _exchange_rows_backward,
-    ),
-    (
-        "group_rows(Tensor rows, Tensor received, int ranks) -> (Tensor, Tensor)",
-        _group_rows,
-        _group_rows_fake,
-        _group_rows_backward,
-    ),
-    (
-        "ungroup_rows(Tensor rows, Tensor received, int ranks) -> Tensor",
-        _ungroup_rows,
-        _ungroup_rows_fake,
-        _ungroup_rows_backward,
-    ),
-    (
-        "grouped_mm(Tensor rows, Tensor weight, Tensor ends, bool transposed) -> Tensor",
-        _grouped_mm,
-        _grouped_mm_fake,
-        _grouped_mm_backward,
-    ),
-    (
-        "grouped_wgrad(Tensor left, Tensor right, Tensor ends) -> Tensor",
-        _grouped_wgrad,
-        _grouped_wgrad_fake,
-        None,
-    ),
+_TAKES = """
+sort_pairs(Tensor index, int experts) -> (Tensor, Tensor, Tensor)
+sort_rows(Tensor x, Tensor order, Tensor place, Tensor index) -> Tensor
+unsort_rows(Tensor rows, Tensor order, Tensor place, Tensor index) -> Tensor
+to_host(Tensor counts, Tensor received, str group) -> Tensor
+exchange_rows(Tensor rows, Tensor sizes, bool back, str group) -> Tensor
+group_rows(Tensor rows, Tensor received, int ranks) -> (Tensor, Tensor)
+ungroup_rows(Tensor rows, Tensor received, int ranks) -> Tensor
+grouped_mm(Tensor rows, Tensor weight, Tensor ends, bool transposed) -> Tensor
+grouped_wgrad(Tensor left, Tensor right, Tensor ends) -> Tensor"""
+_DOES: tuple[tuple[Any, Any, Any], ...] = (  # what it does, its fake, its backward
+    (_sort_pairs, _sort_pairs_fake, None),
+    (_sort_rows, _sort_rows_fake, _sort_rows_backward),
+    (_unsort_rows, _unsort_rows_fake, _unsort_rows_backward),
+    (_to_host, _to_host_fake, None),
+    (_exchange_rows, _exchange_rows_fake, _exchange_rows_backward),
+    (_group_rows, _group_rows_fake, _group_rows_backward),
+    (_ungroup_rows, _ungroup_rows_fake, _ungroup_rows_backward),
+    (_grouped_mm, _grouped_mm_fake, _grouped_mm_backward),
+    (_grouped_wgrad, _grouped_wgrad_fake, None),
 )

@@ -70,6 +70,7 @@ class ReadyOp:
     is_wgrad: bool
     estimated_ms: float
     collective: str | None = None
+    is_mergeable: bool = True  # for several micro-batches at once; rows of experts are not
 
     def __str__(self) -> str:
         return self.op if self.micro_batch is None else f"{self.op}[{self.micro_batch.index}]"
@@ -348,6 +349,11 @@ class Scheduler:
                 f"{names[0]} was asked to run merged for micro-batches {asked}, which are not "
                 f"adjacent. Merge neighbours, or run it for each."
             )
+        if len(asked) > 1 and not all(op.is_mergeable for op in ops):
+            raise ScheduleError(
+                f"{names[0]} cannot run merged for micro-batches {asked}: its rows stand by expert. "
+                f"Run it for each."
+            )
         return tuple(names), tuple(asked)
 
     def _take(self, run: tuple[int, int], lane: str) -> None:
@@ -390,7 +396,8 @@ class Scheduler:
         estimated_ms = estimate_ms(op, self.context.times) * self._share(run[1])
         what = op.name, micro_batch, op.kind, op.layer, self._region.phase
         kind = op.is_communication, op.is_wgrad, estimated_ms, op.collective
-        return self._views.setdefault(run, ReadyOp(*what, *kind))
+        alone = op.name in self._region.apart
+        return self._views.setdefault(run, ReadyOp(*what, *kind, not alone))
 
 
 def _lane(op: ReadyOp) -> str:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
@@ -24,6 +22,7 @@ from dynaflow_train.integrations.hf.tensor_parallel import check_version, local_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
@@ -152,12 +151,3 @@ def parallelize(model: PreTrainedModel, ep_size: int) -> PreTrainedModel:
         Experts().install_forward(experts, mesh)
     model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
     return model
-
-
-def average(model: nn.Module) -> None:
-    """Average over all ranks the gradients that `parallelize` leaves to data parallelism."""
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and name not in ignored:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()

@@ -24,8 +24,6 @@ ROUTINGS: dict[str, tuple[int, ...]] = {
 SIZES = {(8, 2): 5, (2, 1): 2, (6, 3): 2, (128, 8): 3}  # experts, k -> samples of a rank
 
 
-
-
 def schedules(size: int) -> list[Any]:
     uneven = [(1, size - 1)] if size > 1 else []
     uneven += [(1, 1, size - 2)] if size > 2 else []
