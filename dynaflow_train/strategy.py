@@ -350,10 +350,7 @@ class Scheduler:
                 f"adjacent. Merge neighbours, or run it for each."
             )
         if len(asked) > 1 and not all(op.is_mergeable for op in ops):
-            raise ScheduleError(
-                f"{names[0]} cannot run merged for micro-batches {asked}: its rows stand by expert. "
-                f"Run it for each."
-            )
+            raise ScheduleError(f"{names[0]} has rows by expert: run it for each of {asked} alone.")
         return tuple(names), tuple(asked)
 
     def _take(self, run: tuple[int, int], lane: str) -> None:
