@@ -50,7 +50,7 @@ def define() -> Any:
         torch.library.register_fake(qualified, fake, lib=library)
         if backward is not None:
             torch.library.register_autograd(qualified, backward, setup_context=_save, lib=library)
-    ops = torch.ops.dynaflow
+    ops: Any = torch.ops.dynaflow
     ops._rows_library = library  # lives as long as its operators
     return ops
 

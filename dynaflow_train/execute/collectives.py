@@ -82,7 +82,8 @@ def bind_rows(node: fx.Node, own: dist.ProcessGroup | None = None) -> RowsCollec
     options = _options(dist.distributed_c10d.AllToAllOptions)
 
     def launch(inputs: Sequence[torch.Tensor], later: bool) -> tuple[torch.Tensor, Work]:
-        out, work = rows.exchange(*inputs, group, back=back, options=options[later])
+        given, sizes = inputs
+        out, work = rows.exchange(given, sizes, group, back=back, options=options[later])
         if work is not None and not later:
             work.wait()
         return out, work if later else None

@@ -71,12 +71,15 @@ class CommOverlap(Strategy):
         return ready if all(op.is_wgrad for op in found) else found
 
     def pick(self, s: Scheduler, ready: Sequence[ReadyOp]) -> ReadyOp:
-        """Collectives at once; wgrads where all else would wait; else what leads on soonest."""
+        """Collectives at once; wgrads where all else would wait; else what leads on soonest.
+
+        Of several collectives the one that can start first: their lane runs them in order.
+        """
         wgrads = [op for op in ready if op.is_wgrad]
         others = [op for op in ready if not op.is_wgrad]
-        for op in others:
-            if op.is_communication:
-                return op
+        collectives = [op for op in others if op.is_communication]
+        if collectives:
+            return min(collectives, key=lambda op: s.start_ms(op, self.stream(op)))
         if not others:
             return wgrads[0]
         op = min(others, key=lambda op: self.urgency(s, op))

@@ -133,6 +133,7 @@ def parallelize(model: PreTrainedModel, ep_size: int) -> PreTrainedModel:
     mesh = init_device_mesh(next(model.parameters()).device.type, (ep_size,))
     plan: dict[str, str] = getattr(model.config, "base_model_ep_plan", None) or {}
     ends = tuple(k.rpartition("*")[2] for k, style in plan.items() if style in HOST_STYLES)
+    found: list[tuple[str, Any]]
     found = [(name, each) for name, each in model.named_modules() if name.endswith(ends or "?")]
     if not found:
         msg = f"{type(model).__name__} has no expert-parallel plan: its experts cannot be shared"
