@@ -32,7 +32,7 @@ from dynaflow_train.execute import GraphFacts, Runner
 from dynaflow_train.execute.totals import Collected, parameters_of
 from dynaflow_train.execute.trials import TriedRunner
 from dynaflow_train.ir import Phase, Region, Value
-from dynaflow_train.partition import Verdicts, cut, drop_waits
+from dynaflow_train.partition import Verdicts, cut, drop_waits, ragged_nodes
 from dynaflow_train.session import Capture, Session
 from dynaflow_train.split import Analysis, Info, analyse
 from dynaflow_train.split.axis import SHARED, expr, plain_by_shape
@@ -40,7 +40,7 @@ from dynaflow_train.split.cost import cost
 from dynaflow_train.split.table import SIZE_OPERATORS, VIEWS, packet_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dynaflow_train.strategy import Strategy
 
@@ -117,6 +117,8 @@ class _Stages:
     capture: Capture
     forward_infos: list[Info] = field(default_factory=list)
     outputs: list[tuple[Any, Info]] = field(default_factory=list)
+    ragged: Mapping[fx.Node, bool] = field(default_factory=dict)  # of the graph at hand
+    ragged_saved: list[bool] = field(default_factory=list)
 
     def compilers(self) -> Compilers:
         """What capture calls back."""
@@ -157,6 +159,8 @@ class _Stages:
         keep = _outputs(graph)[: number + len(slots.saved)]
         nodes = [o for o in keep[:number] if isinstance(o, fx.Node)]
         self.outputs = [(o.meta.get("val"), found.infos.get(o, SHARED)) for o in nodes]
+        self.ragged = ragged_nodes(graph)
+        self.ragged_saved = [self.ragged.get(n, False) for n in keep[number:]]
         self.forward_infos = [found.infos.get(n, SHARED) for n in keep[number:]]
         self.capture.tokens = _tokens(graph, self.batch.symbol)
         capture, several = self.capture, len(self.session.strategy.alternatives) > 1
@@ -177,6 +181,8 @@ class _Stages:
         drop_waits(graph)
         symbol = self._symbol(graph)
         found = analyse(graph, self._backward_infos(graph, symbol), symbol)
+        saved = zip(_saved_inputs(graph), self.ragged_saved, strict=False)
+        self.ragged = ragged_nodes(graph, [node for node, ragged in saved if ragged])
         outputs = _outputs(graph)
         parameters = self.batch.parameters
         if len(parameters) != len(outputs):
@@ -222,13 +228,7 @@ class _Stages:
     def _backward_infos(self, graph: fx.Graph, symbol: sympy.Symbol | None) -> dict[fx.Node, Info]:
         if symbol is None:
             return {}
-        inputs = [
-            n
-            for n in graph.nodes
-            if n.op == "placeholder"
-            and not n.name.startswith("dynaflow_slot_")
-            and not isinstance(n.meta.get("val"), torch.SymInt)
-        ]
+        inputs = _saved_inputs(graph)
         given = dict(zip(inputs, self.forward_infos, strict=False))
         for node in inputs[len(self.forward_infos) :]:
             value = node.meta.get("val")
@@ -266,6 +266,7 @@ class _Stages:
             split_wgrad=strategy.split_wgrad and len(parameters) > 0,
             parameter_outputs=parameters,
             outputs=outputs,
+            ragged=self.ragged,
         )
         if not region.can_split:
             region = replace(region, why_not=self.capture.why_not or "no value carries the batch")
@@ -327,6 +328,17 @@ def _identity(graph: fx.GraphModule) -> str:
 
 def _outputs(graph: fx.Graph) -> list[Any]:
     return list(cast("Any", graph.output_node().args[0]))
+
+
+def _saved_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """A backward's saved tensors, one for all its slots, and then its tangents."""
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "placeholder"
+        and not n.name.startswith("dynaflow_slot_")
+        and not isinstance(n.meta.get("val"), torch.SymInt)
+    ]
 
 
 def _verdicts(found: Analysis) -> Verdicts:

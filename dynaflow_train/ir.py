@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "backward", "inference"]
 OpKind = Literal["compute", "communication", "memory"]
-Sharing = Literal["batch", "shared", "partial", "own"]
+Sharing = Literal["batch", "shared", "partial", "own", "rows"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Value:
         "shared": the same tensor for all micro-batches.
         "partial": one addend per micro-batch; whoever needs the whole sums them.
         "own": one tensor per micro-batch without a batch axis (a random state, say).
+        "rows": likewise, but of its tokens, in an order of their own (sorted by expert, say).
     """
 
     name: str
@@ -91,6 +92,7 @@ class Op:
         group: name of the process group of the collective.
         flops: floating-point operations for the whole batch, bytes: tensor bytes read + written.
         reason: why it is merged, with source line, when it mixes samples.
+        ragged: sizes of its tensors are known at run time only, or on the host only.
         graph: its aten graph with symbolic sizes; None in plans loaded from text and in tests.
     """
 
@@ -106,6 +108,7 @@ class Op:
     flops: int = 0
     bytes: int = 0
     reason: str | None = None
+    ragged: bool = False
     graph: fx.GraphModule | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -154,6 +157,15 @@ class Region:
             op.name: tuple(dict.fromkeys(made[v].name for v in op.inputs if v in made))
             for op in self.ops
         }
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """Ops that never run merged for some micro-batches: that would copy their rows together."""
+        return frozenset(
+            op.name
+            for op in self.ops
+            if any(self.values[v].sharing == "rows" for v in (*op.inputs, *op.outputs))
+        )
 
     @cached_property
     def fingerprint(self) -> str:

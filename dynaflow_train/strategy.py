@@ -70,6 +70,7 @@ class ReadyOp:
     is_wgrad: bool
     estimated_ms: float
     collective: str | None = None
+    is_mergeable: bool = True  # for several micro-batches at once; rows of experts are not
 
     def __str__(self) -> str:
         return self.op if self.micro_batch is None else f"{self.op}[{self.micro_batch.index}]"
@@ -252,10 +253,7 @@ class Scheduler:
         return max((self._positions[i] for i in inputs if ops[i[0]].is_communication), default=-1)
 
     def lead(self, op: ReadyOp) -> tuple[float, float]:
-        """Estimated milliseconds from `op` to the next collective that needs it, and of that one.
-
-        Infinite and zero if none does.
-        """
+        """Estimated ms from `op` to the next collective that needs it (or infinite), and of it."""
         index, part = self._run(op)
         compute_ms, collective_ms = self._leads[index]
         return compute_ms * self._share(part), collective_ms * self._share(part)
@@ -348,6 +346,8 @@ class Scheduler:
                 f"{names[0]} was asked to run merged for micro-batches {asked}, which are not "
                 f"adjacent. Merge neighbours, or run it for each."
             )
+        if len(asked) > 1 and not all(op.is_mergeable for op in ops):
+            raise ScheduleError(f"{names[0]} has rows by expert: run it for each of {asked} alone.")
         return tuple(names), tuple(asked)
 
     def _take(self, run: tuple[int, int], lane: str) -> None:
@@ -361,8 +361,8 @@ class Scheduler:
         if state.missing[run]:
             lacking = [str(self._view(each)) for each in state.inputs(run) if each in state.missing]
             raise ScheduleError(
-                f"{shown} is not ready: it reads {', '.join(lacking)}, not issued "
-                f"yet. Take ops from s.get_ready_ops()."
+                f"{shown} is not ready: it reads {', '.join(lacking)}, not issued yet. Take ops "
+                f"from s.get_ready_ops()."
             )
         self._free[lane] = self._ends[run] = self.start_ms(shown, lane) + shown.estimated_ms
         self._awaited = max(self._awaited, self._newest_collective(run))
@@ -390,7 +390,8 @@ class Scheduler:
         estimated_ms = estimate_ms(op, self.context.times) * self._share(run[1])
         what = op.name, micro_batch, op.kind, op.layer, self._region.phase
         kind = op.is_communication, op.is_wgrad, estimated_ms, op.collective
-        return self._views.setdefault(run, ReadyOp(*what, *kind))
+        view = ReadyOp(*what, *kind, op.name not in self._region.apart)
+        return self._views.setdefault(run, view)
 
 
 def _lane(op: ReadyOp) -> str:

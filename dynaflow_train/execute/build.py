@@ -72,6 +72,9 @@ class Builder(Communication):
         op = self.region.op[launch.ops[0]]
         if launch.kernel is not None:
             self._kernel(block, launch, span)
+        elif op.is_communication and op.ragged:
+            self._send_rows(block, op, self.everything if op.merged else span)
+            block.is_collective = True
         elif op.is_communication and self._collective(block, op, span):
             block.is_collective = True
         else:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from dynaflow_train import rows
+
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -18,6 +20,7 @@ _REDUCE = {
 }
 Work = Any
 Collective = Callable[[torch.Tensor, torch.Tensor, bool], Work]
+RowsCollective = Callable[[Sequence[torch.Tensor], bool], tuple[torch.Tensor, Work]]
 DIRECT = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})  # for `bind`
 
 
@@ -63,6 +66,29 @@ def bind(
             group.alltoall_base(out, x, received, sent, options[later]), later
         )
     return None
+
+
+def bind_rows(node: fx.Node, own: dist.ProcessGroup | None = None) -> RowsCollective:
+    """`launch(inputs, asynchronous) -> (output, Work | None)` for `to_host` and `exchange_rows`.
+
+    Args:
+        node: the operator; its output's size is known when it is launched.
+        own: the group it runs on in place of the one it names.
+    """
+    name = str(node.args[-1])
+    if node.target is torch.ops.dynaflow.to_host.default:
+        return lambda inputs, later: (torch.ops.dynaflow.to_host(*inputs, name), None)
+    group, back = resolve(name) if own is None else own, bool(node.args[2])
+    options = _options(dist.distributed_c10d.AllToAllOptions)
+
+    def launch(inputs: Sequence[torch.Tensor], later: bool) -> tuple[torch.Tensor, Work]:
+        given, sizes = inputs
+        out, work = rows.exchange(given, sizes, group, back=back, options=options[later])
+        if work is not None and not later:
+            work.wait()
+        return out, work if later else None
+
+    return launch
 
 
 def resolve(name: str) -> dist.ProcessGroup:

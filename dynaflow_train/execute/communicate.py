@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from dynaflow_train.execute import program as p
-from dynaflow_train.execute.collectives import bind
+from dynaflow_train.execute.collectives import bind, bind_rows
 from dynaflow_train.execute.layout import Span, span_of
 from dynaflow_train.execute.memory import Memory, Setting
 from dynaflow_train.execute.meta import Meta, row_major
@@ -196,6 +196,18 @@ class Communication(Memory):
             self._copied(value, out)
         self._communicate(block, function, value, source, (out, into))
         return True
+
+    def _send_rows(self, block: Block, op: Op, span: Span) -> None:
+        """A collective whose output has a size that is known when it is launched."""
+        assert op.graph is not None, "ops of a plan's text are never run"
+        node = next(n for n in op.graph.graph.nodes if n.op == "call_function")
+        inputs = [self._read(v, span, block.launch, block.steps) for v in op.inputs]
+        metas = [self.slots[s].meta for s in inputs]
+        meta = self.setting.compiler.compile(op, metas, self._sizes(span), {}).outputs[0]
+        out = self._new(meta, block.lane)
+        function = bind_rows(node, self.setting.groups.get((block.lane, str(op.group))))
+        block.steps.append(p.SendRows(function, tuple(inputs), out))
+        self._put(op.outputs[0], span, out)
 
     def _collective_output(
         self, block: Block, op: Op, span: Span, source: int, *, in_place: bool

@@ -81,8 +81,12 @@ class OpCompiler:
         if key in self._known:
             self.reused += 1
             return self._known[key]
-        static = specialise(op.graph, metas, sizes, stores, added, eager=self.executor == "eager")
-        call = self._inductor(static) if self.executor == "inductor" else _eager(static)
+        eager = self.executor == "eager"
+        static = specialise(op.graph, metas, sizes, stores, added, eager=eager or op.ragged)
+        if eager or (op.ragged and op.is_communication):
+            call = _eager(static)
+        else:
+            call = _any_size(static) if op.ragged else self._inductor(static)
         self.compiled += 1
         copied = frozenset(i for i, how in static.written.items() if how == "copied")
         taken = {_storage(t) for t in static.inputs}
@@ -108,6 +112,12 @@ class OpCompiler:
                 static.graph, static.inputs, cudagraphs=BoxedBool(False), is_inference=False
             )
         return getattr(compiled, "current_callable", None) or compiled
+
+
+def _any_size(static: Static) -> Function:
+    """Inductor by way of Dynamo: from the second number of rows on it is a symbol."""
+    forward = torch.compile(static.graph.forward, fullgraph=True)
+    return lambda args: forward(*args)
 
 
 def _eager(static: Static) -> Function:

@@ -47,6 +47,9 @@ class _Writer:
             case p.Communicate(function, source, out, blocking):
                 name, asks = self.bind("c", function), self.lanes.asynchronous and not blocking
                 self.lines.append(f"w = {name}(s{source}, s{out}, {asks})")
+            case p.SendRows(function, inputs, out):
+                name, given = self.bind("c", function), ", ".join(f"s{i}" for i in inputs)
+                self.lines.append(f"s{out}, w = {name}([{given}], {self.lanes.asynchronous})")
             case p.Sum(out, left, right, in_place):
                 right_side = f"s{left}.add_(s{right})" if in_place else f"s{left} + s{right}"
                 self.lines.append(f"s{out} = {right_side}")

@@ -99,6 +99,9 @@ def perform(step: p.Step, env: Env, lanes: Lanes) -> Any:
             env[out] = step.apply(env[source])
         case p.Communicate(function, source, out, blocking):
             return function(env[source], env[out], lanes.asynchronous and not blocking)
+        case p.SendRows(function, inputs, out):
+            env[out], work = function([env[slot] for slot in inputs], lanes.asynchronous)
+            return work
         case p.Sum(out, left, right, in_place):
             env[out] = env[left].add_(env[right]) if in_place else env[left] + env[right]
         case p.Alias() | p.Alloc() | p.Lend():

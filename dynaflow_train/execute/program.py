@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dynaflow_train.execute.collectives import Collective
+    from dynaflow_train.execute.collectives import Collective, RowsCollective
     from dynaflow_train.execute.compile import Function
     from dynaflow_train.execute.meta import Meta
     from dynaflow_train.ir import Plan, Region
@@ -98,6 +98,15 @@ class Communicate:
 
 
 @dataclass(frozen=True)
+class SendRows:
+    """Launch a collective that makes `out` itself: its size is known by then."""
+
+    function: RowsCollective
+    inputs: tuple[int, ...]
+    out: int
+
+
+@dataclass(frozen=True)
 class Store:
     """Copy `source` into the slice in slot `into`."""
 
@@ -123,7 +132,7 @@ class Sum:
     in_place: bool
 
 
-Step = Alloc | Lend | Part | Restride | Run | Communicate | Store | Alias | Sum
+Step = Alloc | Lend | Part | Restride | Run | Communicate | SendRows | Store | Alias | Sum
 
 
 def reads(step: Step) -> tuple[int, ...]:
@@ -131,7 +140,7 @@ def reads(step: Step) -> tuple[int, ...]:
     match step:
         case Alloc() | Lend():
             return ()
-        case Run(inputs=inputs):
+        case Run(inputs=inputs) | SendRows(inputs=inputs):
             return inputs
         case Communicate(source=source, out=out):
             return source, out

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dynaflow_train.execute.program import Program
 
 UNKNOWN_PARAMETERS = "it is not known which inputs are parameters, and stay where they are"
+RAGGED = "how many rows go to which rank is known at run time only: set a capacity to record"
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
 MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
@@ -292,6 +293,8 @@ class Runner:
         if recorder is None:
             return None
         used = frozenset(program.arguments)
+        if any(op.ragged for op in self.facts.region.ops):
+            return Recordings(recorder, used, why_not=RAGGED)
         if ticket is None:
             return Recordings(recorder, used)
 

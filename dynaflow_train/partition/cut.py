@@ -25,7 +25,7 @@ from dynaflow_train.partition.group import group
 from dynaflow_train.partition.wgrad import above, wgrad_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 Label = tuple[str, str | None]  # mode and rule; "collective" and its name
 
@@ -63,6 +63,7 @@ class _Cutter:
     outputs: set[object] = field(default_factory=set)
     wgrads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     labels: dict[fx.Node, Label] = field(default_factory=dict)
+    ragged: Collection[fx.Node] = ()
 
     def is_floating(self, node: fx.Node) -> bool:
         """Views of shared values and constants: copied into every op that reads them."""
@@ -97,6 +98,8 @@ class _Cutter:
                 rule = f"{where[-1] if where else 'rest'}.wgrad"
             else:
                 rule = self.rule_label(node) or self._inherited(node)
+            if node in self.ragged:
+                mode = "rows" if mode == "split" else f"{mode}.rows"
             key = (mode, rule)
         self.labels[node] = key
         return key
@@ -136,6 +139,7 @@ def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
     split_wgrad: bool = True,
     parameter_outputs: Sequence[bool] = (),
     outputs: Sequence[object] = (),
+    ragged: Collection[fx.Node] = (),
 ) -> Region:
     """Cut `graph` into a Region.
 
@@ -148,11 +152,12 @@ def cut(  # noqa: PLR0913 - a graph, and what each stage before says of it
         split_wgrad: whether gradients of parameters become ops of their own (backward only).
         parameter_outputs: for each backward output whether it is a parameter's gradient.
         outputs: what leaves the region; what only other outputs of the graph need is left out.
+        ragged: what `ragged_nodes` found.
 
     Raises:
         RuleError: a rule about an operator matches nothing (forward only).
     """
-    cutter = _Cutter(graph, phase, rules, verdicts)
+    cutter = _Cutter(graph, phase, rules, verdicts, ragged=ragged)
     needed = above(outputs)
     cutter.outputs.update(outputs)
     if phase == "backward" and split_wgrad:
@@ -243,5 +248,6 @@ def _op(members: list[fx.Node], name: str, cutter: _Cutter, outputs: set[object]
         flops=flops,
         bytes=moved,
         reason=next((verdicts.reason[n] for n in members if n in verdicts.reason), None),
+        ragged=members[0] in cutter.ragged,
         graph=graph,
     )

@@ -14,7 +14,7 @@ from torch import fx
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "grouped_wgrad"}
 _TABLES = {"index_put", "embedding_dense_backward", "_unsafe_masked_index_put_accumulate"}
 
 

@@ -21,6 +21,7 @@ from torch import fx
 from dynaflow_train.split.axis import (
     OWN,
     PARTIAL,
+    ROWS,
     SHARED,
     WHOLE,
     Info,
@@ -29,7 +30,7 @@ from dynaflow_train.split.axis import (
     expr,
 )
 from dynaflow_train.split.rules import Call, Result, whole
-from dynaflow_train.split.table import LINEAR, Rules, packet_name
+from dynaflow_train.split.table import LINEAR, ROW_OPERATORS, Rules, packet_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,6 +110,8 @@ def _decide(
         if linear and not sized:
             return "split", _like(node, PARTIAL), None
         return "merged", whole(call), "it needs a sum over the whole batch"
+    if "rows" in kinds and "batch" not in kinds and name not in ROW_OPERATORS:
+        return "split", _like(node, ROWS), None
     if "own" in kinds and "batch" not in kinds and not sized:
         return "split", _like(node, OWN), None
     if rule is None:
@@ -132,6 +135,8 @@ def _check_sizes(result: Result, value: object, symbol: sympy.Symbol) -> None:
     infos = result if isinstance(result, tuple) else (result,)
     for info, tensor in zip(infos, cast("Any", value if several else (value,)), strict=True):
         if not isinstance(tensor, torch.Tensor):
+            continue
+        if info == ROWS:
             continue
         if info.sharing == "shared":
             raise MixesSamples("it reads samples, but its result depends on none")

@@ -25,6 +25,7 @@ class Info:
 SHARED = Info("shared")
 PARTIAL = Info("partial")
 OWN = Info("own")
+ROWS = Info("rows")
 WHOLE = Info("batch", None)
 
 

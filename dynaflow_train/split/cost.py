@@ -29,6 +29,8 @@ def cost(node: fx.Node) -> tuple[int, int]:
     out = node.meta.get("val")
     if "scaled_dot_product" in str(node.target):
         return _attention(node), _bytes(out)
+    if str(node.target).startswith("dynaflow.grouped_"):
+        return _grouped(node), _bytes(out)
     if count is None:
         return 0, _bytes(out)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _real(n.meta.get("val")))
@@ -48,6 +50,13 @@ def _attention(node: fx.Node) -> int:
     query, key = large[1:3] if backward else large[:2]
     size = math.prod(_hint(s) for s in query.shape) * _hint(key.shape[2])
     return (10 if backward else 4) * size
+
+
+def _grouped(node: fx.Node) -> int:
+    """Every row meets one expert's matrix, if as many rows come as go."""
+    rows, other = (n.meta["val"] for n in node.all_input_nodes[:2])
+    matrix = other.shape[1:] if other.dim() == 3 else (rows.shape[1], other.shape[1])
+    return 2 * math.prod(_hint(s) for s in (rows.shape[0], *matrix))
 
 
 def _real(value: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 from dynaflow_train.split.axis import (
     OWN,
     PARTIAL,
+    ROWS,
     Info,
     MixesSamples,
     at,
@@ -209,3 +210,29 @@ def all_to_all(call: Call, axis: Axis) -> Result:
     if axis.dim == 0:
         raise MixesSamples("it exchanges samples between ranks")
     return call.first
+
+
+def to_rows(call: Call) -> Result:
+    """sort_pairs(index, n), sort_rows(x, .., index): samples become rows in another order."""
+    last = call.args[-1]
+    _first_axis(call.first if isinstance(last, int) else call.info(last), call.first)
+    return call.each(ROWS)
+
+
+def from_rows(call: Call) -> Result:
+    """unsort_rows(rows, order, place, index): rows lie as the pairs of `index` do again."""
+    info = call.info(call.args[3])
+    _first_axis(info, info)
+    return info
+
+
+def _first_axis(*infos: Info) -> None:
+    axes = {info.axis for info in infos}
+    axis = axes.pop()
+    if axes or axis is None or axis.dim != 0:
+        raise MixesSamples("it is not known in which order its tokens stand")
+
+
+def sum_of_rows(call: Call) -> Result:
+    """grouped_wgrad: an addend per micro-batch."""
+    return PARTIAL

@@ -74,6 +74,9 @@ def _table() -> dict[str, r.Rule]:
         ("_c10d_functional.all_gather_into_tensor", p.all_gather),
         ("_c10d_functional.reduce_scatter_tensor", p.reduce_scatter),
         ("_c10d_functional.all_to_all_single", p.all_to_all),
+        ("dynaflow.sort_pairs dynaflow.sort_rows", p.to_rows),
+        ("dynaflow.unsort_rows", p.from_rows),
+        ("dynaflow.grouped_wgrad", p.sum_of_rows),
     ):
         table.update(dict.fromkeys(_names(names), rule))
     return table
@@ -108,6 +111,8 @@ SIZE_OPERATORS = _set(
     "view reshape _unsafe_view expand full zeros ones empty rand randn slice split "
     "split_with_sizes empty_strided new_empty_strided as_strided"
 )
+# Operators with a rule of their own for rows (`rows.py`); any other makes rows of rows.
+ROW_OPERATORS = _set("sort_rows unsort_rows grouped_wgrad")
 # Operators that only look at their input: they are copied into every op that reads them.
 VIEWS = _set(
     "view reshape _unsafe_view expand permute transpose t unsqueeze squeeze select slice alias "

@@ -13,7 +13,9 @@ from dynaflow_train.annotate import Rule, SplitModule
 from dynaflow_train.strategy import ReadyOp, Scheduler, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+    from dynaflow_train.strategy import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,40 @@ class CommOverlap(Strategy):
         if s.context.tokens < self.min_tokens:
             return s.sequential(f"{s.context.tokens} tokens < min_tokens={self.min_tokens}")
         self.split(s)
+        copying: set[MicroBatch | None] = set()
         while ready := self.ready(s):
-            op = self.pick(s, ready)
+            op = self.pick(s, self.free(ready, copying))
             s.execute(self.together(op, ready), stream=self.stream(op))
+            if op.collective == "copy_to_host":
+                copying.add(op.micro_batch)
+            elif op.kind == "compute" and not op.is_wgrad:
+                copying.clear()
         return None
 
+    def free(
+        self, ready: Sequence[ReadyOp], copying: Collection[MicroBatch | None]
+    ) -> Sequence[ReadyOp]:
+        """What need not make the host wait.
+
+        An all-to-all of rows makes it wait for their numbers: the device should have been given
+        something to compute meanwhile. `copying` are the micro-batches whose numbers are on the way
+        since the last compute.
+        """
+        found = [
+            op for op in ready if op.collective != "all_to_all" or op.micro_batch not in copying
+        ]
+        return ready if all(op.is_wgrad for op in found) else found
+
     def pick(self, s: Scheduler, ready: Sequence[ReadyOp]) -> ReadyOp:
-        """Collectives at once; wgrads where all else would wait; else what leads on soonest."""
+        """Collectives at once; wgrads where all else would wait; else what leads on soonest.
+
+        Of several collectives the one that can start first: their lane runs them in order.
+        """
         wgrads = [op for op in ready if op.is_wgrad]
         others = [op for op in ready if not op.is_wgrad]
-        for op in others:
-            if op.is_communication:
-                return op
+        collectives = [op for op in others if op.is_communication]
+        if collectives:
+            return min(collectives, key=lambda op: s.start_ms(op, self.stream(op)))
         if not others:
             return wgrads[0]
         op = min(others, key=lambda op: self.urgency(s, op))

@@ -45,10 +45,12 @@ class DualBatch(CommOverlap):
         if not self.merge_wgrads:
             return ready
         whole = {name for name, n in Counter(op.op for op in ready).items() if n == len(s.sizes)}
-        return [op for op in ready if not op.is_wgrad or op.micro_batch is None or op.op in whole]
+        alone = (op for op in ready if op.micro_batch is None or not op.is_mergeable)
+        whole |= {op.op for op in alone}
+        return [op for op in ready if not op.is_wgrad or op.op in whole]
 
     def together(self, op: ReadyOp, ready: Sequence[ReadyOp]) -> Sequence[ReadyOp]:
         """What is launched when `op` is picked."""
-        if not (self.merge_wgrads and op.is_wgrad):
+        if not (self.merge_wgrads and op.is_wgrad and op.is_mergeable):
             return (op,)
         return [each for each in ready if each.op == op.op]

@@ -81,6 +81,11 @@ def _swapped(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Generat
         slots.update(own)
 
 
+def local_parameters(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let `module` use the local tensors of its own parameters."""
+    return _swapped(module, {k: _local(p) for k, p in module._parameters.items()})
+
+
 class BlockInput(TensorParallelLayer):
     """A block whose column-parallel children share one input: its gradient is summed once."""
 
@@ -119,7 +124,7 @@ class Column(ColwiseParallel):
         plain = module.forward
 
         def forward(x: Tensor) -> Tensor:
-            with _swapped(module, {k: _local(p) for k, p in module._parameters.items()}):
+            with local_parameters(module):
                 return self.product(module, plain, x)
 
         module.forward = forward

@@ -69,7 +69,7 @@ class AnySchedule(Strategy):
                     each.op == op.op
                     and each.micro_batch.index == together[-1].micro_batch.index + 1
                 ):
-                    if pick.random() > merging:
+                    if pick.random() > merging or not op.is_mergeable:
                         break
                     together.append(each)
             s.execute(together, stream=pick.choice(self.lanes[:streams]))

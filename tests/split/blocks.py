@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from dynaflow_train.rows import define
 from tests.split.cases import batched, tensor
-from tests.split.operators import SEQUENCE, cut, mixed, rows, shared
+from tests.split.operators import SEQUENCE, cut, mixed, numbers, rows, shared
 from tests.split.stand_ins import RANKS
 from tests.split.tracing import BATCH
 
@@ -50,6 +51,17 @@ def attention(kind: str, *more: Any) -> Callable[..., Any]:
         return [*found[:2], *[x for x in backward(*given) if x is not None]]
 
     return function
+
+
+def experts(x: Tensor, index: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[t, 4] to the experts `index` [t, 2] and back; and their wgrad by a gradient [t, 3]."""
+    ops = define()
+    order, place, counts = ops.sort_pairs(index, 3)
+    sort = lambda t: ops.sort_rows(t.unsqueeze(1).expand(-1, 2, -1), order, place, index)  # noqa: E731
+    left, right, ends = sort(x), sort(gradient), counts.cumsum(0).int()
+    wgrad = ops.grouped_wgrad(left, right, ends)
+    made = ops.grouped_mm(left.sin(), torch.ones(3, 4, 4).cumsum(0), ends, True)
+    return ops.unsort_rows(made, order, place, index).sum(1), wgrad, wgrad * 2
 
 
 BLOCKS = {
@@ -123,5 +135,16 @@ BLOCKS = {
     ),
     "all-to-all of samples": mixed(
         lambda x: c10d.all_to_all_single(x, [3, 3], [3, 3], "g"), rows(4)
+    ),
+    "rows of experts": cut(experts, rows(4), numbers(3, 2), rows(3, seed=2)),
+    "rows of experts, samples behind": cut(
+        lambda x, g: experts(
+            x.flatten(0, 1), (x.flatten(0, 1)[:, :2] * 7).long() % 3, g.flatten(0, 1)
+        ),
+        SEQUENCE,
+        (tensor(5, BATCH, 3, seed=2), 1),
+    ),
+    "rows of experts in an order that nobody knows": mixed(
+        lambda x: experts(x, torch.tensor([[0, 1]]).expand(BATCH, 2), x), rows(4)
     ),
 }
