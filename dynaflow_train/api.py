@@ -35,8 +35,8 @@ def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Modu
 
     Args:
         model: any module that holds its layers in a ModuleList; without one it is a region itself.
-            Region "model" is all layers in one capture, "layer" each for itself; what stands around
-            the layers (embedding, masks, loss) stays the host's.
+            Region "model" is all layers in one capture (or groups of `layers_per_region`), "layer"
+            each for itself; what stands around them (embedding, masks, loss) stays the host's.
         what: the name of a strategy, a Strategy, a Recipe, or the path of one.
         **options: other keys of a recipe, and parameters of the strategy, where `what` is a name.
 
@@ -53,7 +53,8 @@ def compile(model: torch.nn.Module, what: What, **options: Any) -> torch.nn.Modu
     name, layers = layers_of(model)
     stack = recipe.region == "model" and bool(layers)
     # One backend object for all layers: Dynamo then lets equal layers share one graph.
-    name = name if stack or not layers else f"{name}.*"
+    grouped = not stack or 0 < recipe.layers_per_region < len(layers)
+    name = f"{name}.*" if layers and grouped else name
     backend = _Backend(session, name)
     if stack:
         install_stack(layers, session, backend)

@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "priority": get_args(Priority),
 }
 _LEAST = {
+    "layers_per_region": 0,
     "max_micro_batches": 1,
     "max_contexts": 1,
     "batch_dim": 0,
@@ -69,6 +70,9 @@ class Recipe:
         parameters: the strategy's own settings, by name.
         region: "model", the whole decoder stack in one capture (collectives overlap across layers),
             or "layer", each layer on its own (composes with checkpointing, FSDP2 and DDP).
+        layers_per_region: with region "model", as many layers in one capture as that, 0 for all of
+            them. Equal groups share a capture, and between two of them gradients reach autograd:
+            compiling takes less time, data parallelism reduces while the backward runs.
         max_micro_batches: most parts that one captured batch may be cut into.
         executor: what compiles an op: "inductor", or "eager" for debugging.
         engine: "fast", or "interpreter", the reference that runs a plan launch by launch.
@@ -92,6 +96,7 @@ class Recipe:
     strategy: str
     parameters: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     region: RegionKind = "model"
+    layers_per_region: int = 0
     max_micro_batches: int = 4
     executor: Executor = "inductor"
     engine: Engine = "fast"

@@ -163,10 +163,15 @@ def install(module: torch.nn.Module, session: Session, backend: Callable[..., An
     module._compiled_call_impl = dispatcher  # type: ignore[assignment]
 
 
+def groups_of(layers: Sequence[torch.nn.Module], size: int) -> list[Sequence[torch.nn.Module]]:
+    """`size` layers each, the last what is left; all in one if `size` is 0."""
+    return [layers[i : i + size] for i in range(0, len(layers), size)] if size else [layers]
+
+
 def install_stack(
     layers: Sequence[torch.nn.Module], session: Session, backend: Callable[..., Any]
 ) -> None:
-    """Make a stack of layers one region.
+    """Make a stack of layers one region, or a region of each of its groups (`groups_of`).
 
     Raises:
         CaptureError: a layer has forward hooks (FSDP2, recorded hidden states) or is checkpointed,
@@ -179,7 +184,8 @@ def install_stack(
                 f"region 'model' runs all layers at once, but {type(layer).__name__} has hooks or "
                 f"gradient checkpointing of its own. Use region: layer."
             )
-    first = _First(layers, session, backend)
-    later = [_Later(layer, first, is_last=layer is layers[-1]) for layer in layers[1:]]
-    for layer, dispatcher in zip(layers, (first, *later), strict=True):
-        layer._compiled_call_impl = dispatcher  # type: ignore[assignment]
+    for group in groups_of(layers, session.recipe.layers_per_region):
+        first = _First(group, session, backend)
+        later = [_Later(layer, first, is_last=layer is group[-1]) for layer in group[1:]]
+        for layer, dispatcher in zip(group, (first, *later), strict=True):
+            layer._compiled_call_impl = dispatcher  # type: ignore[assignment]

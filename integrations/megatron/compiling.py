@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import dynaflow_train.api as api
 from dynaflow_train.config import Recipe
+from dynaflow_train.dispatch import groups_of
 from dynaflow_train.errors import RecipeError
 
 from . import param_gather
@@ -53,8 +54,8 @@ def compile(
     fused = config.gradient_accumulation_fusion if into_main_grad is None else into_main_grad
     for session in api.sessions(model):
         session.totals = MainGrads(enabled=bool(fused))
-    entries = {"model": [layers], "layer": [[layer] for layer in layers]}[recipe.region]
-    for region in entries:
+    size = recipe.layers_per_region if recipe.region == "model" else 1
+    for region in groups_of(layers, size):
         dispatcher: Any = region[0]._compiled_call_impl
         dispatcher.before_run.append(functools.partial(param_gather.wait_for, region))
     return model

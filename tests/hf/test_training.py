@@ -160,12 +160,14 @@ def data_parallel_step(rank: int, kind: str) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     model = build("llama")
-    df.compile(model, "dual_batch", region="layer", **EAGER)
+    grouped = {"region": "model", "layers_per_region": 1}
+    regions: dict[str, Any] = grouped if kind == "ddp, groups" else {"region": "layer"}
+    df.compile(model, "dual_batch", **regions, **EAGER)
     if kind == "fsdp2":
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
     wrapped(input_ids=tokens(rank), labels=tokens(rank)).loss.backward()
     sizes = {used.plan.sizes for used in df.plans(model)}
     plain, truth = (
@@ -175,7 +177,7 @@ def data_parallel_step(rank: int, kind: str) -> Any:
     return worst_excess(Step((), tp.full_gradients(model)), plain, truth), sizes
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp, groups", "fsdp2"])
 def test_data_parallel_wrappers_around_compiled_layers(kind):
     for (excess, where), sizes in run_ranks(data_parallel_step, 2, kind):
         assert excess < 4, where
