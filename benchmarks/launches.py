@@ -3,8 +3,8 @@
     python -m dynaflow_train.benchmarks.launches                # one process, a few seconds
 
 Llama-like layers, forward and backward of each strategy: the emitted code runs with every op's
-function replaced by one that returns what the op returned before, less the time of calling these
-alone. On CUDA the events of lanes are part of what is left out: they are the plan's, not the path's.
+function replaced by one that returns what it returned before, less the time of calling these alone.
+On CUDA the events of lanes are part of what is left out: they are the plan's, not the path's.
 """
 
 from __future__ import annotations
