@@ -1,14 +1,14 @@
 """Sequence parallelism for transformers' dense models: between blocks a rank holds part of it.
 
 transformers reserves `enable_sequence_parallel` and wires nothing. Here the first layer keeps this
-rank's part of the sequence, the last joins the parts; a block gathers its input and its row-parallel
-output is summed and scattered (Korthikanti et al., Reducing Activation Recomputation in Large
-Transformer Models, 2022). Norms and residual sums work on s / size tokens; the gradients of their
-weights are summed over the group inside the graph.
+rank's part of the sequence and the last joins the parts; a block gathers its input, and its
+row-parallel output is summed and scattered (Korthikanti et al., Reducing Activation Recomputation
+in Large Transformer Models, 2022). Norms and residual sums work on s / size tokens; the gradients
+of their weights are summed over the group inside the graph.
 
-Tensors keep the host's order [b, s, h] in their shapes and have [s, b, h] in memory, where a part of
-the sequence is one piece: collectives and products then need no copy. Outside of training mode layers
-run as with the merged styles, so that generation may take any length.
+Tensors keep the host's order [b, s, h] in their shapes and have [s, b, h] in memory, where a part
+of the sequence is one piece: collectives and products then need no copy. Outside of training mode
+layers run as with the merged styles, so that generation may take any length.
 
 Host seams: those of `tensor_parallel`, and the forwards of the first and the last decoder layer.
 """
@@ -129,11 +129,13 @@ def cut_stream(model: PreTrainedModel) -> None:
     mesh: Any = model._device_mesh
     group = tp.group_of(mesh)
     first, last = layers[0], layers[-1]
-    of_first, of_last = first.forward, last.forward
+    of_first = first.forward
 
     def begin(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.training:
-            hidden_states = _turned(hidden_states, CutFirst.apply, group.size, group.rank, group.name)
+            hidden_states = _turned(
+                hidden_states, CutFirst.apply, group.size, group.rank, group.name
+            )
         return of_first(hidden_states, *args, **kwargs)
 
     first.forward = begin
