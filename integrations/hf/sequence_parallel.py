@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 from dynaflow_train.api import layers_of
 from dynaflow_train.errors import UnsupportedError
-from dynaflow_train.integrations.functions import (
-    CutFirst,
-    GatherFirst,
-    JoinFirst,
-    ScatterFirst,
-    sum_gradient,
-)
+from dynaflow_train.integrations.functions import MoveFirst, sum_gradient
 
 from . import tensor_parallel as tp
 
@@ -38,10 +32,10 @@ if TYPE_CHECKING:
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
-def _turned(tensor: Tensor, of: Any, *given: Any) -> Tensor:
-    """`of` on [s, b, h] in place of [b, s, h]: views, where memory is [s, b, h] already."""
-    found: Tensor = of(tensor.transpose(0, 1), *given)
-    return found.transpose(0, 1)
+def _moved(tensor: Tensor, kind: str, group: tp.Group) -> Tensor:
+    """`MoveFirst` along the sequence of [b, s, h]; turning it moves nothing."""
+    moved: Any = MoveFirst.apply(tensor.transpose(0, 1), kind, *group)
+    return moved.transpose(0, 1)
 
 
 class SequenceBlock(tp.BlockInput):
@@ -51,7 +45,7 @@ class SequenceBlock(tp.BlockInput):
         """To [b, s, h]."""
         if not module.training:
             return super().enter(module, hidden, group)
-        return _turned(hidden, GatherFirst.apply, group.size, group.name)
+        return _moved(hidden, "gather", group)
 
 
 class SequenceColumn(tp.Column):
@@ -59,7 +53,7 @@ class SequenceColumn(tp.Column):
 
     def product(self, module: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """In the order of memory: the product's rows then need no copy."""
-        return _turned(x, plain) if module.training else plain(x)
+        return plain(x.transpose(0, 1)).transpose(0, 1) if module.training else plain(x)
 
 
 class SequenceRow(tp.Row):
@@ -71,9 +65,7 @@ class SequenceRow(tp.Row):
         """[b, s, in / size] to [b, s / size, out]."""
         if not module.training:
             return super().product(module, plain, x, group)
-        partial = plain(x.transpose(0, 1))
-        whole: Any = ScatterFirst.apply(partial, group.size, group.name)
-        return whole.transpose(0, 1)
+        return _moved(plain(x.transpose(0, 1)).transpose(0, 1), "scatter", group)
 
     def bias(self, module: nn.Module, bias: Tensor, group: tp.Group) -> Tensor:
         """Added to the rank's own tokens: its gradient is partial."""
@@ -133,9 +125,7 @@ def cut_stream(model: PreTrainedModel) -> None:
 
     def begin(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.training:
-            hidden_states = _turned(
-                hidden_states, CutFirst.apply, group.size, group.rank, group.name
-            )
+            hidden_states = _moved(hidden_states, "cut", group)
         return of_first(hidden_states, *args, **kwargs)
 
     first.forward = begin
@@ -144,7 +134,7 @@ def cut_stream(model: PreTrainedModel) -> None:
     def end(*args: Any, **kwargs: Any) -> Any:
         out = of_last(*args, **kwargs)
         if last.training:
-            out = _turned(out, JoinFirst.apply, group.size, group.rank, group.name).contiguous()
+            out = _moved(out, "join", group).contiguous()
         return out
 
     last.forward = end
