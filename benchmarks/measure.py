@@ -58,8 +58,10 @@ class CaseRun:
         """
         bed = self._bed()
         _wake(self.device, self.job.executor)
-        for variant in variants(self.job.strategies, ablation=self.job.ablation):
-            if reason := variant.why_not(self.device):
+        for variant in variants(
+            self.job.strategies, ablation=self.job.ablation, host=self.job.host
+        ):
+            if reason := variant.why_not(self.device, self.job.link):
                 self.skipped[variant.name] = reason
             else:
                 self._prepare(variant, bed)
@@ -186,7 +188,7 @@ def _notes(each: Prepared) -> dict[str, Any]:
     """What our engine says of itself: choices, graphs, why it runs uncut; what recording took."""
     model = each.step.model
     if each.variant.kind != "ours":
-        return {"recorded_ms": each.step.recorded_ms, "says": ""}
+        return {"recorded_ms": each.step.recorded_ms, "says": getattr(each.step, "says", "")}
     found = api.explain(model)
     recordings = [
         entry.recordings

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
-from dynaflow_train.benchmarks import specs
+from dynaflow_train.benchmarks import dtensor, specs
+from dynaflow_train.benchmarks.job import HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
 from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
@@ -94,6 +95,7 @@ class Variant:
         kind: "baseline", "ours", or "without" (collectives removed).
         graph: whether it needs CUDA graphs.
         warmups: steps before it is timed.
+        ranks: whether it needs several. peers: whether their GPUs must reach each other's memory.
     """
 
     name: str
@@ -101,11 +103,17 @@ class Variant:
     kind: Literal["baseline", "ours", "without"] = "baseline"
     graph: bool = False
     warmups: int = 5
+    ranks: bool = False
+    peers: bool = False
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device, link: str) -> str | None:
         """Why it cannot run there, or None."""
         if self.graph and device.type != "cuda":
             return f"CUDA graphs need a CUDA device, this is {device.type}"
+        if self.ranks and link == SINGLE:
+            return "one rank has no sequence to share: it would be compile again"
+        if self.peers and link != "nvlink":
+            return f"async TP not applied: it needs GPUs with peer access, the link is {link}"
         return None
 
 
@@ -144,6 +152,15 @@ BASELINES = (
     Variant(UNCUT, compiled),
     Variant(UNCUT + GRAPH, compiled_graph, graph=True),
 )
+OF_HF = (
+    Variant(dtensor.NAME, functools.partial(dtensor.step, pipelined=False), ranks=True),
+    Variant(
+        dtensor.NAME + dtensor.ASYNC,
+        functools.partial(dtensor.step, pipelined=True),
+        ranks=True,
+        peers=True,
+    ),
+)
 BARE = (
     Variant(UNCUT + WITHOUT, bare, "without"),
     Variant(UNCUT + GRAPH + WITHOUT, bare_graph, "without", graph=True),
@@ -179,14 +196,14 @@ def warmups(strategy: Strategy, *, graph: bool) -> int:
     return each * len(strategy.alternatives) + 10
 
 
-def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
+def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
 
     Raises:
         RecipeError: as `specs.read`.
     """
     asked = [*lines, *(name for _, *pair in ABLATION for name in pair if ablation)]
-    found = list(BASELINES)
+    found = [*BASELINES, *(OF_HF if host == HF else ())]
     for line in dict.fromkeys(asked):
         spec, make = specs.read(line), functools.partial(ours, line=line)
         ready = warmups(spec.strategy, graph=spec.graph)

@@ -61,7 +61,7 @@ _ADJOINT = {"gather": "scatter", "scatter": "gather", "cut": "join", "join": "cu
 class MoveFirst(torch.autograd.Function):
     """Moves the first dimension between the ranks, and its gradient the other way.
 
-    - "gather": own parts [n, ...] -> whole [size * n, ...]; each rank has a summand of its gradient.
+    - "gather": own parts [n, ...] -> whole [size * n, ...]; a rank has a summand of its gradient.
     - "scatter": the reverse, summands [size * n, ...] -> the own part of their sum.
     - "join": own parts -> whole, of which each rank has the whole gradient.
     - "cut": the reverse, what is whole on every rank -> the own part.
