@@ -31,10 +31,12 @@ from dynaflow_train.benchmarks.steps import PlainStep
 from dynaflow_train.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import Tensor
 
-    from dynaflow_train.benchmarks.steps import Batch, Clock
+    from dynaflow_train.benchmarks.steps import Batch, Clock, Stamps
     from dynaflow_train.benchmarks.variants import Bed
 
 NAME, ASYNC = "dtensor_sp", "+async_tp"
@@ -49,6 +51,15 @@ class DTensorStep(PlainStep):
     ) -> None:
         super().__init__(model, batch, clock)
         self.pipelined = pipelined
+        self._before = _loaded()
+        self._fused: Counter[str] | None = None
+
+    def __call__(self) -> Stamps:
+        """Issue one step; the first compiles, and is looked at while its code is there."""
+        stamps = super().__call__()
+        if self._fused is None:
+            self._fused = fused_calls(_loaded() - self._before)
+        return stamps
 
     def gradients(self) -> list[Tensor]:
         """Local shards; what torch leaves as summands (of norms' weights) is summed."""
@@ -61,11 +72,10 @@ class DTensorStep(PlainStep):
         """Whether the pass applied."""
         if not self.pipelined:
             return "async TP not asked for"
-        counts = fused_calls()
-        if not counts:
+        if not self._fused:
             return "async TP not applied: the compiled code holds no fused product"
-        calls = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-        return f"async TP applied, in the compiled code: {calls}"
+        calls = ", ".join(f"{name} {n}" for name, n in sorted(self._fused.items()))
+        return f"async TP applied, in the code that all layers share: {calls}"
 
 
 def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
@@ -74,13 +84,16 @@ def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
     return gradient
 
 
-def fused_calls() -> Counter[str]:
-    """Fused products in the code that Inductor has loaded in this process, by name."""
+def _loaded() -> set[str]:
+    """Files of the code that Inductor has loaded in this process."""
+    return {path for module in PyCodeCache.modules if (path := getattr(module, "__file__", None))}
+
+
+def fused_calls(paths: Iterable[str]) -> Counter[str]:
+    """Fused products in that code, by name."""
     found: Counter[str] = Counter()
-    for module in PyCodeCache.modules:
-        if path := getattr(module, "__file__", None):
-            text = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
-            found.update(m[1] for m in _FUSED.finditer(text))
+    for path in paths:
+        found.update(m[1] for m in _FUSED.finditer(Path(path).read_text(encoding="utf-8")))
     return found
 
 

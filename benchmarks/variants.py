@@ -96,6 +96,7 @@ class Variant:
         graph: whether it needs CUDA graphs.
         warmups: steps before it is timed.
         ranks: whether it needs several. peers: whether their GPUs must reach each other's memory.
+        afresh: compile without Inductor's cache of graphs.
     """
 
     name: str
@@ -105,15 +106,18 @@ class Variant:
     warmups: int = 5
     ranks: bool = False
     peers: bool = False
+    afresh: bool = False
 
     def why_not(self, device: torch.device, link: str) -> str | None:
         """Why it cannot run there, or None."""
         if self.graph and device.type != "cuda":
             return f"CUDA graphs need a CUDA device, this is {device.type}"
         if self.ranks and link == SINGLE:
-            return "one rank has no sequence to share: it would be compile again"
-        if self.peers and link != "nvlink":
-            return f"async TP not applied: it needs GPUs with peer access, the link is {link}"
+            return "it is about what ranks exchange, this is one"
+        pipelined = dtensor.ASYNC in self.name
+        if self.peers and link not in (("nvlink",) if pipelined else ("nvlink", "gloo")):
+            what = "async TP not applied: it" if pipelined else "it"
+            return f"{what} needs GPUs with peer access, the link is {link}"
         return None
 
 
@@ -173,6 +177,9 @@ ABLATION = (  # what is turned off, the whole, the whole without it
     ("CUDA graphs", "auto+graph", "auto"),
     ("dynamic choice", "auto+graph", "dual_batch+graph"),
     ("wgrad deferral", "dual_batch+graph", f"dual_batch {TOGETHER}+graph"),
+    ("zero-copy merge buffers", "dual_batch+graph", "dual_batch+graph+copied"),
+    ("deduplicated compilation", "dual_batch+graph", "dual_batch+graph+recompiled"),
+    ("copy engine", "dual_batch+graph+copies", "dual_batch+graph"),
 )
 
 
@@ -185,7 +192,11 @@ def bare_of(baseline: str, names: Sequence[str]) -> str:
 def ours(bed: Bed, line: str) -> PlainStep:
     """A strategy."""
     spec = specs.read(line)
-    return PlainStep(bed.scheduled(spec.strategy, **spec.options), bed.batch, bed.clock)
+    model = bed.scheduled(spec.strategy, **spec.options)
+    for session in api.sessions(model):
+        for name in spec.off:
+            setattr(session.compiler, name, False)
+    return PlainStep(model, bed.batch, bed.clock)
 
 
 def warmups(strategy: Strategy, *, graph: bool) -> int:
@@ -207,5 +218,6 @@ def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) ->
     for line in dict.fromkeys(asked):
         spec, make = specs.read(line), functools.partial(ours, line=line)
         ready = warmups(spec.strategy, graph=spec.graph)
-        found.append(Variant(line, make, "ours", spec.graph, ready))
+        copies, afresh = "transfer" in spec.options, "reuse" in spec.off
+        found.append(Variant(line, make, "ours", spec.graph, ready, copies, copies, afresh))
     return [*found, *BARE]
