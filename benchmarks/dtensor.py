@@ -71,7 +71,7 @@ class DTensorStep(PlainStep):
     def says(self) -> str:
         """Whether the pass applied."""
         if not self.pipelined:
-            return "async TP not asked for"
+            return ""
         if not self._fused:
             return "async TP not applied: the compiled code holds no fused product"
         calls = ", ".join(f"{name} {n}" for name, n in sorted(self._fused.items()))

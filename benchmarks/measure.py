@@ -17,7 +17,7 @@ from torch._inductor.utils import fresh_cache
 from dynaflow_train import api
 from dynaflow_train.benchmarks import memory, profiling, timing
 from dynaflow_train.benchmarks.cases import CASES
-from dynaflow_train.benchmarks.job import HF, MEGATRON_SP
+from dynaflow_train.benchmarks.job import HF_SP, MEGATRON_SP, OF_HF
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
@@ -92,7 +92,8 @@ class CaseRun:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
         torch.manual_seed(1)
         given = (self.case, self.device, dtype, self.mesh, self.job.executor, self.clock)
-        bed = Bed(*given) if self.job.host == HF else _megatron(self.job.host, *given)
+        host = self.job.host
+        bed = _megatron(host, *given) if host not in OF_HF else Bed(*given, in_parts=host == HF_SP)
         inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
         bed.batch = Batch(inputs, gradient.detach())

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, specs
-from dynaflow_train.benchmarks.job import HF, SINGLE
+from dynaflow_train.benchmarks.job import HF, OF_HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
 from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
+from dynaflow_train.benchmarks.within import Within, removed
+from dynaflow_train.capture import correct_gradients
 from dynaflow_train.execute.graphs import UNTIL_RECORDED
+from dynaflow_train.integrations import functions
 from dynaflow_train.strategies.auto import Auto
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class Bed:
         executor: what compiles: "inductor", or "eager" for a rehearsal.
         batch: what every step reads.
         weights: the first sharded model, whose parameters the others use.
+        in_parts: whether the sequence is cut between blocks.
     """
 
     case: Case
@@ -48,10 +52,11 @@ class Bed:
     clock: Clock
     batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
+    in_parts: bool = False
 
     def made(self) -> torch.nn.Module:
         """A tensor-parallel model, always with the same weights."""
-        return build(self.case, self.device, self.dtype, mesh=self.mesh)
+        return build(self.case, self.device, self.dtype, mesh=self.mesh, in_parts=self.in_parts)
 
     def sharded(self, *, own: bool = False) -> torch.nn.Module:
         """A tensor-parallel model, on shared weights unless it wants its own."""
@@ -76,6 +81,8 @@ class Bed:
 
     def bare(self) -> torch.nn.Module:
         """A model of the same local shapes without collectives."""
+        if self.in_parts:
+            return Within(self.sharded(own=True), functools.partial(removed, functions))
         cut = self.case.cut(self.mesh.size())
         return build(self.case, self.device, self.dtype, cut=cut)
 
@@ -83,7 +90,7 @@ class Bed:
         """With torch.compile for each layer, which is how users compile them."""
         for layer in api.layers_of(model)[1]:
             layer.compile(backend="inductor" if self.executor == "inductor" else "aot_eager")
-        return model
+        return Within(model, correct_gradients) if self.in_parts else model
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ BASELINES = (
     Variant(UNCUT, compiled),
     Variant(UNCUT + GRAPH, compiled_graph, graph=True),
 )
-OF_HF = (
+DTENSOR = (
     Variant(dtensor.NAME, functools.partial(dtensor.step, pipelined=False), ranks=True),
     Variant(
         dtensor.NAME + dtensor.ASYNC,
@@ -214,7 +221,7 @@ def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) ->
         RecipeError: as `specs.read`.
     """
     asked = [*lines, *(name for _, *pair in ABLATION for name in pair if ablation)]
-    found = [*BASELINES, *(OF_HF if host == HF else ())]
+    found = [*BASELINES, *(DTENSOR if host in OF_HF else ())]
     for line in dict.fromkeys(asked):
         spec, make = specs.read(line), functools.partial(ours, line=line)
         ready = warmups(spec.strategy, graph=spec.graph)

@@ -49,6 +49,10 @@ CPU = ("bench", "--device", "cpu")
             "--links gloo with 1 rank: one rank has no link, it is measured alone with --links sin",
         ),
         (
+            ("--cases", "tiny", "--links", "single", "--host", "megatron"),
+            "--links single is for --host hf or hf-sp, found megatron",
+        ),
+        (
             ("--cases", "tiny", "--links", "single", "--ranks", "2"),
             "--links single with 2 ranks: one rank has no link",
         ),
