@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynaflow_train.benchmarks import cases
-from dynaflow_train.benchmarks.job import HF, HOSTS, SINGLE, Job
+from dynaflow_train.benchmarks.job import HF, HOSTS, OF_HF, SINGLE, Job
 from dynaflow_train.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _check_host(host: str) -> None:
             "the cases are layers of transformers, which is not installed: "
             "pip install 'dynaflow-train[hf]'"
         )
-    if host != HF and importlib.util.find_spec("megatron") is None:
+    if host not in OF_HF and importlib.util.find_spec("megatron") is None:
         raise UnsupportedError(
             f"--host {host} needs megatron-core, which is not installed: docs/megatron.md says how"
         )
@@ -134,6 +134,10 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
     links = given.links or ((SINGLE,) if 1 in (given.ranks, devices) else LINKS[device])
     ranks = given.ranks or (1 if SINGLE in links else devices or 2)
     _check_links(links, device, ranks)
+    if SINGLE in links and given.host not in OF_HF:
+        raise RecipeError(
+            f"--links {SINGLE} is for --host {' or '.join(OF_HF)}, found {given.host}"
+        )
     if devices is not None and ranks > devices:
         raise UnsupportedError(
             f"--ranks {ranks} needs {ranks} CUDA devices, found {devices}: ask for fewer ranks, or "

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-HF, MEGATRON, MEGATRON_SP = HOSTS = ("hf", "megatron", "megatron-sp")
+HF, HF_SP, MEGATRON, MEGATRON_SP = HOSTS = ("hf", "hf-sp", "megatron", "megatron-sp")
+OF_HF = (HF, HF_SP)
 SINGLE = "single"
 
 
@@ -24,7 +25,7 @@ class Job:
         out: folder for results and logs. scratch: folder of this group, for its store and errors.
         limit_s: seconds that a case may take, and that a rank waits for the others.
         cold: compile every variant with an empty cache of its own.
-        host: whose layers: transformers' ("hf"), or Megatron's.
+        host: whose layers: transformers' ("hf"), or Megatron's; "-sp" with sequence parallelism.
         note: what goes into the results as it is: command, commit.
     """
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import memory, profiling, timing
 from dynaflow_train.benchmarks.cases import CASES
-from dynaflow_train.benchmarks.job import HF, MEGATRON_SP
+from dynaflow_train.benchmarks.job import HF_SP, MEGATRON_SP, OF_HF
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
@@ -58,8 +59,10 @@ class CaseRun:
         """
         bed = self._bed()
         _wake(self.device, self.job.executor)
-        for variant in variants(self.job.strategies, ablation=self.job.ablation):
-            if reason := variant.why_not(self.device):
+        for variant in variants(
+            self.job.strategies, ablation=self.job.ablation, host=self.job.host
+        ):
+            if reason := variant.why_not(self.device, self.job.link):
                 self.skipped[variant.name] = reason
             else:
                 self._prepare(variant, bed)
@@ -89,7 +92,8 @@ class CaseRun:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
         torch.manual_seed(1)
         given = (self.case, self.device, dtype, self.mesh, self.job.executor, self.clock)
-        bed = Bed(*given) if self.job.host == HF else _megatron(self.job.host, *given)
+        host = self.job.host
+        bed = _megatron(host, *given) if host not in OF_HF else Bed(*given, in_parts=host == HF_SP)
         inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
         bed.batch = Batch(inputs, gradient.detach())
@@ -126,12 +130,13 @@ class CaseRun:
         step.forget()  # gradients that another variant left on shared weights
         before, graphs = memory.held_mib(self.device), memory.graph_mib(self.device)
         start = time.perf_counter()
-        step()
-        self.clock.finish()
-        facts: dict[str, Any] = {"first_step_s": time.perf_counter() - start}
-        for _ in range(variant.warmups):
+        with inductor.patch(fx_graph_cache=not variant.afresh and inductor.fx_graph_cache):
             step()
-        self.clock.finish()
+            self.clock.finish()
+            facts: dict[str, Any] = {"first_step_s": time.perf_counter() - start}
+            for _ in range(variant.warmups):
+                step()
+            self.clock.finish()
         facts |= {"ready_s": time.perf_counter() - start, "steps": 1 + variant.warmups}
         facts |= memory.peak_mib(step, self.device, before)
         if graphs is not None:
@@ -186,7 +191,7 @@ def _notes(each: Prepared) -> dict[str, Any]:
     """What our engine says of itself: choices, graphs, why it runs uncut; what recording took."""
     model = each.step.model
     if each.variant.kind != "ours":
-        return {"recorded_ms": each.step.recorded_ms, "says": ""}
+        return {"recorded_ms": each.step.recorded_ms, "says": getattr(each.step, "says", "")}
     found = api.explain(model)
     recordings = [
         entry.recordings

@@ -7,7 +7,7 @@ Without collectives a reduction is the rank's own part, a gathered sequence its 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dynaflow_train.benchmarks.variants import Bed
+from dynaflow_train.benchmarks.within import Within, removed
 from dynaflow_train.capture import correct_gradients
 from dynaflow_train.integrations import megatron
 from dynaflow_train.integrations.megatron import linear, mappings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from torch import Tensor
 
     from dynaflow_train.strategy import Strategy
@@ -50,19 +49,6 @@ class Stack(torch.nn.Module):
         given: Any = {"attention_mask": None, "rotary_pos_emb": self.positions}
         found = self.decoder(hidden_states=inputs_embeds, **given)
         return types.SimpleNamespace(last_hidden_state=found)
-
-
-class _Within(torch.nn.Module):
-    """A model that is called within a context: Dynamo looks at what is in place at every call."""
-
-    def __init__(self, model: torch.nn.Module, context: Any) -> None:
-        super().__init__()
-        self.model, self.context = model, context
-
-    def forward(self, inputs_embeds: Tensor) -> Any:
-        """The model's."""
-        with self.context():
-            return self.model(inputs_embeds)
 
 
 @dataclass
@@ -124,11 +110,11 @@ class MegatronBed(Bed):
 
     def bare(self) -> torch.nn.Module:
         """Without collectives."""
-        return _Within(self.sharded(own=True), _removed)
+        return Within(self.sharded(own=True), functools.partial(removed, linear, mappings))
 
     def compiled(self, model: torch.nn.Module) -> torch.nn.Module:
         """One graph a layer."""
-        return _Within(super().compiled(model), correct_gradients)
+        return Within(super().compiled(model), correct_gradients)
 
     def scheduled(self, strategy: Strategy, **options: Any) -> torch.nn.Module:
         """By a strategy."""
@@ -141,33 +127,3 @@ class MegatronBed(Bed):
         shape = (case.tokens // parts, case.batch, case.hidden)
         x = torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
         return {"inputs_embeds": x}
-
-
-def _itself(x: Tensor, group: str) -> Tensor:
-    del group
-    return x
-
-
-def _repeated(x: Tensor, size: int, group: str) -> Tensor:
-    del group
-    return torch.cat([x] * size)
-
-
-def _part(x: Tensor, size: int, group: str) -> Tensor:
-    del group
-    return x[: x.shape[0] // size]
-
-
-@contextlib.contextmanager
-def _removed() -> Generator[None]:
-    """Our replacements' collectives, replaced by what a rank has itself."""
-    stands = {"all_reduce": _itself, "all_gather": _repeated, "reduce_scatter": _part}
-    places = [(module, name) for module in (linear, mappings) for name in stands]
-    plain = [getattr(module, name) for module, name in places]
-    try:
-        for module, name in places:
-            setattr(module, name, stands[name])
-        yield
-    finally:
-        for (module, name), function in zip(places, plain, strict=True):
-            setattr(module, name, function)

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dynaflow_train.integrations.hf import tensor_parallel
+from dynaflow_train.integrations.hf import sequence_parallel, tensor_parallel
 
 if TYPE_CHECKING:
     from dynaflow_train.benchmarks.cases import Case
@@ -39,7 +39,13 @@ def config(case: Case, cut: int = 1) -> LlamaConfig:
 
 
 def build(
-    case: Case, device: torch.device, dtype: torch.dtype, *, mesh: Any = None, cut: int = 1
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    mesh: Any = None,
+    cut: int = 1,
+    in_parts: bool = False,
 ) -> LlamaModel:
     """The model on the device, equal on all ranks, in training mode.
 
@@ -49,6 +55,7 @@ def build(
         dtype: of the parameters.
         mesh: ranks that share the layers; a case with shapes of a larger group is cut further.
         cut: without a mesh, as many ranks as would share the layers; no collectives.
+        in_parts: with a mesh, cut the sequence too.
 
     Raises:
         UnsupportedError: the layers cannot be cut so.
@@ -62,25 +69,28 @@ def build(
     torch.nn.Module.to(model, dtype)
     model.train()
     if mesh is not None and ranks == 1:
-        _alone(model, mesh)
+        _alone(model, mesh, in_parts=in_parts)
     elif mesh is not None:
-        tensor_parallel.parallelize(model, ranks)
+        tensor_parallel.parallelize(model, ranks, sequence=in_parts)
     return model
 
 
-def _alone(model: LlamaModel, mesh: Any) -> None:
+def _alone(model: LlamaModel, mesh: Any, *, in_parts: bool) -> None:
     """Our styles on a group of one, for which transformers installs none.
 
     The same ops and collectives are there as in a larger group; what they move stays on the rank.
     """
-    undo = tensor_parallel.apply()
+    undo = tensor_parallel.apply(sequence_parallel.STYLES)
     try:
-        plan = tensor_parallel.plan_for(model)
+        plan = (sequence_parallel if in_parts else tensor_parallel).plan_for(model)
         for name, module in model.named_modules():
             if style := plan.get(re.sub(r"\.\d+", ".*", "." + name)[1:]):
                 for parameter in dict(module.named_parameters(recurse=False)):
                     ALL_PARALLEL_STYLES[style].shard_param(module, parameter, mesh)
                 ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+        if in_parts:
+            model._device_mesh = mesh
+            sequence_parallel.cut_stream(model)
     finally:
         undo()
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from dynaflow_train.benchmarks.job import HF, Job
+from dynaflow_train.benchmarks.job import OF_HF, Job
 from dynaflow_train.benchmarks.measure import CaseRun
 from dynaflow_train.config import CONNECTIONS_VARIABLE, environment
 
@@ -98,7 +98,7 @@ def _about(job: Job, device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or "cpu"
     found = {each: metadata.version(each) for each in ("torch", "transformers")}
-    if job.host != HF:
+    if job.host not in OF_HF:
         found["megatron-core"] = metadata.version("megatron-core")
     found["python"] = platform.python_version()
     if cuda:

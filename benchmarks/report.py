@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 NOT_SLOWER = 0.99  # of the best baseline's speed
 ALONE = "one rank: collectives over a group of one, no communication is measured; H, E are n/a"
+COSTS = ("cpu_ms", "startup_s", "recorded_ms", "graph_mib", "peak_mib", "extra_copied_mib")
 Row = dict[str, Any]
 
 SHOWN = {  # column of a printed table -> its width
@@ -109,7 +110,7 @@ def judge(result: Mapping[str, Any]) -> Judged:
     idle += [(name, f"failed: {why}") for name, why in result["failed"].items()]
     for name, why in idle:
         rows.append(dict.fromkeys(rows[0]) | where | {"variant": name, "note": why} | shared)
-    ablation = _ablation(steps, medians)
+    ablation = _ablation(steps, medians, {row["variant"]: row for row in rows})
     return Judged(**where, base=base, without=without, limit_ms=limit, rows=rows, ablation=ablation)
 
 
@@ -157,8 +158,10 @@ def _origin(result: Mapping[str, Any]) -> Row:
     return {key: result.get(key) for key in kept} | versions
 
 
-def _ablation(steps: Mapping[str, Sequence[float]], medians: Mapping[str, float]) -> list[Row]:
-    """What each thing is worth: > 1 means the step is slower without it."""
+def _ablation(
+    steps: Mapping[str, Sequence[float]], medians: Mapping[str, float], facts: Mapping[str, Row]
+) -> list[Row]:
+    """What each thing is worth: > 1 means the step is slower without it; what both cost."""
     rows: list[Row] = []
     for thing, whole, without in ABLATION:
         if whole in steps and without in steps:
@@ -166,7 +169,9 @@ def _ablation(steps: Mapping[str, Sequence[float]], medians: Mapping[str, float]
             times = {"ms": medians[whole], "ms_without": medians[without]}
             worth = {"worth": figures.spread(values).median}
             bound = {"lower_bound": figures.lower_bound(values)}
-            rows.append({"off": thing, "of": whole, "is": without} | times | worth | bound)
+            costs = {cost: facts[whole][cost] for cost in COSTS}
+            costs |= {f"{cost}_without": facts[without][cost] for cost in COSTS}
+            rows.append({"off": thing, "of": whole, "is": without} | times | worth | bound | costs)
     return rows
 
 
@@ -186,7 +191,8 @@ def table(judged: Judged) -> str:
         lines.append("  ".join(cells))
     lines += [
         f"without {row['off']}: {row['of']} {row['ms']:.3f} ms -> {row['is']} "
-        f"{row['ms_without']:.3f} ms, worth {row['worth']:.3f}x"
+        f"{row['ms_without']:.3f} ms, worth {row['worth']:.3f}x; "
+        + ", ".join(f"{c} {_short(row[c])} -> {_short(row[f'{c}_without'])}" for c in COSTS)
         for row in judged.ablation
     ]
     lines += [f"{r['variant']}: {r['says']}" for r in judged.rows if r["says"]]

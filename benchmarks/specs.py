@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from dynaflow_train.strategy import Strategy
 
 GRAPH, TOGETHER = "+graph", "split_wgrad=false"
+_OFF = {"copied": "direct", "recompiled": "reuse"}  # ending -> what of the op compiler it turns off
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A strategy, and keys of a recipe beside it."""
+    """A strategy, keys of a recipe beside it, and what of the op compiler is turned off."""
 
     strategy: Strategy
     options: dict[str, Any]
+    off: tuple[str, ...] = ()
 
     @property
     def graph(self) -> bool:
@@ -41,22 +43,26 @@ def read(line: str) -> Spec:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
             thread blocks of a collective at most, `+copies` for the copy engine, `+copies=4` for as
             many `transfer_chunks`, in any order. `split_wgrad=false` keeps the gradients of
-            parameters in the ops of the activations' gradients.
+            parameters in the ops of the activations' gradients. For an ablation: `+copied` copies
+            micro-batches' results into shared buffers, `+recompiled` compiles equal ops anew.
 
     Raises:
         RecipeError: no such strategy, parameter or ending, with the nearest that exists.
     """
     text, *endings = line.split("+")
     strategy, options = _strategy(text, line), dict[str, Any]()
+    off = tuple(_OFF[each.strip()] for each in endings if each.strip() in _OFF)
+    endings = [each for each in endings if each.strip() not in _OFF]
     for ending in endings:
         name, equals, value = ending.strip().partition("=")
         if name not in _ENDINGS:
-            raise RecipeError(f"{line!r}: no ending {'+' + name!r}. {nearest(name, _ENDINGS)}")
+            known = nearest(name, [*_ENDINGS, *_OFF])
+            raise RecipeError(f"{line!r}: no ending {'+' + name!r}. {known}")
         found = _ENDINGS[name](line, strategy, value if equals else None)
         if twice := set(found) & set(options):
             raise RecipeError(f"{line!r}: +{name} sets {twice.pop()} a second time; leave one out")
         options |= found
-    return Spec(strategy, options)
+    return Spec(strategy, options, off)
 
 
 def _graph(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:

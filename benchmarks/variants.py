@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
-from dynaflow_train.benchmarks import specs
+from dynaflow_train.benchmarks import dtensor, specs
+from dynaflow_train.benchmarks.job import HF, OF_HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
 from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
+from dynaflow_train.benchmarks.within import Within, removed
+from dynaflow_train.capture import correct_gradients
 from dynaflow_train.execute.graphs import UNTIL_RECORDED
+from dynaflow_train.integrations import functions
 from dynaflow_train.strategies.auto import Auto
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ class Bed:
         executor: what compiles: "inductor", or "eager" for a rehearsal.
         batch: what every step reads.
         weights: the first sharded model, whose parameters the others use.
+        in_parts: whether the sequence is cut between blocks.
     """
 
     case: Case
@@ -47,10 +52,11 @@ class Bed:
     clock: Clock
     batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
+    in_parts: bool = False
 
     def made(self) -> torch.nn.Module:
         """A tensor-parallel model, always with the same weights."""
-        return build(self.case, self.device, self.dtype, mesh=self.mesh)
+        return build(self.case, self.device, self.dtype, mesh=self.mesh, in_parts=self.in_parts)
 
     def sharded(self, *, own: bool = False) -> torch.nn.Module:
         """A tensor-parallel model, on shared weights unless it wants its own."""
@@ -75,6 +81,8 @@ class Bed:
 
     def bare(self) -> torch.nn.Module:
         """A model of the same local shapes without collectives."""
+        if self.in_parts:
+            return Within(self.sharded(own=True), functools.partial(removed, functions))
         cut = self.case.cut(self.mesh.size())
         return build(self.case, self.device, self.dtype, cut=cut)
 
@@ -82,7 +90,7 @@ class Bed:
         """With torch.compile for each layer, which is how users compile them."""
         for layer in api.layers_of(model)[1]:
             layer.compile(backend="inductor" if self.executor == "inductor" else "aot_eager")
-        return model
+        return Within(model, correct_gradients) if self.in_parts else model
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class Variant:
         kind: "baseline", "ours", or "without" (collectives removed).
         graph: whether it needs CUDA graphs.
         warmups: steps before it is timed.
+        ranks: whether it needs several. peers: whether their GPUs must reach each other's memory.
+        afresh: compile without Inductor's cache of graphs.
     """
 
     name: str
@@ -101,11 +111,20 @@ class Variant:
     kind: Literal["baseline", "ours", "without"] = "baseline"
     graph: bool = False
     warmups: int = 5
+    ranks: bool = False
+    peers: bool = False
+    afresh: bool = False
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device, link: str) -> str | None:
         """Why it cannot run there, or None."""
         if self.graph and device.type != "cuda":
             return f"CUDA graphs need a CUDA device, this is {device.type}"
+        if self.ranks and link == SINGLE:
+            return "it is about what ranks exchange, this is one"
+        pipelined = dtensor.ASYNC in self.name
+        if self.peers and link not in (("nvlink",) if pipelined else ("nvlink", "gloo")):
+            what = "async TP not applied: it" if pipelined else "it"
+            return f"{what} needs GPUs with peer access, the link is {link}"
         return None
 
 
@@ -144,6 +163,15 @@ BASELINES = (
     Variant(UNCUT, compiled),
     Variant(UNCUT + GRAPH, compiled_graph, graph=True),
 )
+DTENSOR = (
+    Variant(dtensor.NAME, functools.partial(dtensor.step, pipelined=False), ranks=True),
+    Variant(
+        dtensor.NAME + dtensor.ASYNC,
+        functools.partial(dtensor.step, pipelined=True),
+        ranks=True,
+        peers=True,
+    ),
+)
 BARE = (
     Variant(UNCUT + WITHOUT, bare, "without"),
     Variant(UNCUT + GRAPH + WITHOUT, bare_graph, "without", graph=True),
@@ -156,6 +184,9 @@ ABLATION = (  # what is turned off, the whole, the whole without it
     ("CUDA graphs", "auto+graph", "auto"),
     ("dynamic choice", "auto+graph", "dual_batch+graph"),
     ("wgrad deferral", "dual_batch+graph", f"dual_batch {TOGETHER}+graph"),
+    ("zero-copy merge buffers", "dual_batch+graph", "dual_batch+graph+copied"),
+    ("deduplicated compilation", "dual_batch+graph", "dual_batch+graph+recompiled"),
+    ("copy engine", "dual_batch+graph+copies", "dual_batch+graph"),
 )
 
 
@@ -168,7 +199,11 @@ def bare_of(baseline: str, names: Sequence[str]) -> str:
 def ours(bed: Bed, line: str) -> PlainStep:
     """A strategy."""
     spec = specs.read(line)
-    return PlainStep(bed.scheduled(spec.strategy, **spec.options), bed.batch, bed.clock)
+    model = bed.scheduled(spec.strategy, **spec.options)
+    for session in api.sessions(model):
+        for name in spec.off:
+            setattr(session.compiler, name, False)
+    return PlainStep(model, bed.batch, bed.clock)
 
 
 def warmups(strategy: Strategy, *, graph: bool) -> int:
@@ -179,16 +214,17 @@ def warmups(strategy: Strategy, *, graph: bool) -> int:
     return each * len(strategy.alternatives) + 10
 
 
-def variants(lines: Sequence[str], *, ablation: bool = False) -> list[Variant]:
+def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
 
     Raises:
         RecipeError: as `specs.read`.
     """
     asked = [*lines, *(name for _, *pair in ABLATION for name in pair if ablation)]
-    found = list(BASELINES)
+    found = [*BASELINES, *(DTENSOR if host in OF_HF else ())]
     for line in dict.fromkeys(asked):
         spec, make = specs.read(line), functools.partial(ours, line=line)
         ready = warmups(spec.strategy, graph=spec.graph)
-        found.append(Variant(line, make, "ours", spec.graph, ready))
+        copies, afresh = "transfer" in spec.options, "reuse" in spec.off
+        found.append(Variant(line, make, "ours", spec.graph, ready, copies, copies, afresh))
     return [*found, *BARE]

@@ -55,60 +55,35 @@ class SumOutput(torch.autograd.Function):
         return gradients[0], None
 
 
-class GatherFirst(torch.autograd.Function):
-    """[n, ...] -> [size * n, ...]; of the gradient, partial on every rank, the own part's sum."""
+_ADJOINT = {"gather": "scatter", "scatter": "gather", "cut": "join", "join": "cut"}
+
+
+class MoveFirst(torch.autograd.Function):
+    """Moves the first dimension between the ranks, and its gradient the other way.
+
+    - "gather": own parts [n, ...] -> whole [size * n, ...]; a rank has a summand of its gradient.
+    - "scatter": the reverse, summands [size * n, ...] -> the own part of their sum.
+    - "join": own parts -> whole, of which each rank has the whole gradient.
+    - "cut": the reverse, what is whole on every rank -> the own part.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, group: str) -> Tensor:  # noqa: D102
-        ctx.size, ctx.group = size, group
-        return all_gather(tensor, size, group)
+    def forward(  # noqa: D102
+        ctx: Any, tensor: Tensor, kind: str, group: str, size: int, rank: int
+    ) -> Tensor:
+        ctx.kind, ctx.ranks = kind, (group, size, rank)
+        return _moved(tensor, kind, group, size, rank)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
-        return reduce_scatter(gradients[0], ctx.size, ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        return _moved(gradients[0], _ADJOINT[ctx.kind], *ctx.ranks), None, None, None, None
 
 
-class ScatterFirst(torch.autograd.Function):
-    """The reverse: partial sums [size * n, ...] -> the own part's sum [n, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, group: str) -> Tensor:  # noqa: D102
-        ctx.size, ctx.group = size, group
+def _moved(tensor: Tensor, kind: str, group: str, size: int, rank: int) -> Tensor:
+    if kind == "scatter":
         return reduce_scatter(tensor, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
-        return all_gather(gradients[0], ctx.size, ctx.group), None, None
-
-
-class CutFirst(torch.autograd.Function):
-    """A tensor that is whole on every rank -> the own part [n, ...]; gradients are joined."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, rank: int, group: str) -> Tensor:  # noqa: D102
-        ctx.size, ctx.group = size, group
-        return own_part(tensor, size, rank)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
-        return all_gather(gradients[0], ctx.size, ctx.group), None, None, None
-
-
-class JoinFirst(torch.autograd.Function):
-    """The reverse: own parts [n, ...] -> whole on every rank, its gradient too; the own part's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, size: int, rank: int, group: str) -> Tensor:  # noqa: D102
-        ctx.size, ctx.rank = size, rank
+    if kind != "cut":
         return all_gather(tensor, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: D102
-        return own_part(gradients[0], ctx.size, ctx.rank), None, None, None
-
-
-def own_part(tensor: Tensor, size: int, rank: int) -> Tensor:
-    """[size * n, ...] -> the rank's [n, ...], in memory of its own."""
     n = tensor.shape[0] // size
     return tensor[rank * n : (rank + 1) * n].clone(memory_format=torch.contiguous_format)
 

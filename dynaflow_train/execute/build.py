@@ -98,7 +98,8 @@ class Builder(Communication):
             elif target is not None:
                 self._buffer(target, plain.outputs[index])
                 into = self._into(target, span, block.steps, block.launch)
-                if len(self.slots[into].meta.shape) == len(plain.outputs[index].shape):
+                whole = len(self.slots[into].meta.shape) == len(plain.outputs[index].shape)
+                if whole and self.setting.compiler.direct:
                     stores[index] = into
                 else:  # rows of the micro-batch stand apart in the buffer
                     block.steps.append(p.Store(into, index))

@@ -49,10 +49,14 @@ class OpCompiler:
 
     Attributes:
         executor: "inductor" or "eager".
+        reuse, direct: False compiles equal ops anew, and lets results be copied into buffers that
+            others share instead of made there: what each is worth (`dynaflow bench --ablation`).
         compiled, reused: counts, for the report.
     """
 
     executor: Executor
+    reuse: bool = True
+    direct: bool = True
     compiled: int = 0
     reused: int = 0
     _known: dict[Any, CompiledOp] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class OpCompiler:
             tuple(sizes.part.values()),
             tuple(sizes.full.values()),
         )
-        if key in self._known:
+        if self.reuse and key in self._known:
             self.reused += 1
             return self._known[key]
         eager = self.executor == "eager"

@@ -1,14 +1,14 @@
 """Sequence parallelism for transformers' dense models: between blocks a rank holds part of it.
 
 transformers reserves `enable_sequence_parallel` and wires nothing. Here the first layer keeps this
-rank's part of the sequence, the last joins the parts; a block gathers its input and its row-parallel
-output is summed and scattered (Korthikanti et al., Reducing Activation Recomputation in Large
-Transformer Models, 2022). Norms and residual sums work on s / size tokens; the gradients of their
-weights are summed over the group inside the graph.
+rank's part of the sequence and the last joins the parts; a block gathers its input, and its
+row-parallel output is summed and scattered (Korthikanti et al., Reducing Activation Recomputation
+in Large Transformer Models, 2022). Norms and residual sums work on s / size tokens; the gradients
+of their weights are summed over the group inside the graph.
 
-Tensors keep the host's order [b, s, h] in their shapes and have [s, b, h] in memory, where a part of
-the sequence is one piece: collectives and products then need no copy. Outside of training mode layers
-run as with the merged styles, so that generation may take any length.
+Tensors keep the host's order [b, s, h] in their shapes and have [s, b, h] in memory, where a part
+of the sequence is one piece: collectives and products then need no copy. Outside of training mode
+layers run as with the merged styles, so that generation may take any length.
 
 Host seams: those of `tensor_parallel`, and the forwards of the first and the last decoder layer.
 """
@@ -21,13 +21,7 @@ from torch import Tensor, nn
 
 from dynaflow_train.api import layers_of
 from dynaflow_train.errors import UnsupportedError
-from dynaflow_train.integrations.functions import (
-    CutFirst,
-    GatherFirst,
-    JoinFirst,
-    ScatterFirst,
-    sum_gradient,
-)
+from dynaflow_train.integrations.functions import MoveFirst, sum_gradient
 
 from . import tensor_parallel as tp
 
@@ -38,10 +32,10 @@ if TYPE_CHECKING:
     from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 
-def _turned(tensor: Tensor, of: Any, *given: Any) -> Tensor:
-    """`of` on [s, b, h] in place of [b, s, h]: views, where memory is [s, b, h] already."""
-    found: Tensor = of(tensor.transpose(0, 1), *given)
-    return found.transpose(0, 1)
+def _moved(tensor: Tensor, kind: str, group: tp.Group) -> Tensor:
+    """`MoveFirst` along the sequence of [b, s, h]; turning it moves nothing."""
+    moved: Any = MoveFirst.apply(tensor.transpose(0, 1), kind, *group)
+    return moved.transpose(0, 1)
 
 
 class SequenceBlock(tp.BlockInput):
@@ -51,7 +45,7 @@ class SequenceBlock(tp.BlockInput):
         """To [b, s, h]."""
         if not module.training:
             return super().enter(module, hidden, group)
-        return _turned(hidden, GatherFirst.apply, group.size, group.name)
+        return _moved(hidden, "gather", group)
 
 
 class SequenceColumn(tp.Column):
@@ -59,7 +53,7 @@ class SequenceColumn(tp.Column):
 
     def product(self, module: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """In the order of memory: the product's rows then need no copy."""
-        return _turned(x, plain) if module.training else plain(x)
+        return plain(x.transpose(0, 1)).transpose(0, 1) if module.training else plain(x)
 
 
 class SequenceRow(tp.Row):
@@ -71,9 +65,7 @@ class SequenceRow(tp.Row):
         """[b, s, in / size] to [b, s / size, out]."""
         if not module.training:
             return super().product(module, plain, x, group)
-        partial = plain(x.transpose(0, 1))
-        whole: Any = ScatterFirst.apply(partial, group.size, group.name)
-        return whole.transpose(0, 1)
+        return _moved(plain(x.transpose(0, 1)).transpose(0, 1), "scatter", group)
 
     def bias(self, module: nn.Module, bias: Tensor, group: tp.Group) -> Tensor:
         """Added to the rank's own tokens: its gradient is partial."""
@@ -129,11 +121,11 @@ def cut_stream(model: PreTrainedModel) -> None:
     mesh: Any = model._device_mesh
     group = tp.group_of(mesh)
     first, last = layers[0], layers[-1]
-    of_first, of_last = first.forward, last.forward
+    of_first = first.forward
 
     def begin(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.training:
-            hidden_states = _turned(hidden_states, CutFirst.apply, group.size, group.rank, group.name)
+            hidden_states = _moved(hidden_states, "cut", group)
         return of_first(hidden_states, *args, **kwargs)
 
     first.forward = begin
@@ -142,7 +134,7 @@ def cut_stream(model: PreTrainedModel) -> None:
     def end(*args: Any, **kwargs: Any) -> Any:
         out = of_last(*args, **kwargs)
         if last.training:
-            out = _turned(out, JoinFirst.apply, group.size, group.rank, group.name).contiguous()
+            out = _moved(out, "join", group).contiguous()
         return out
 
     last.forward = end

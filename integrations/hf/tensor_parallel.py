@@ -204,8 +204,10 @@ def apply(more: Mapping[str, TensorParallelLayer] | None = None) -> Callable[[],
         UnsupportedError: transformers is older than 5.17 or newer than 5.x.
     """
     check_version()
-    styles = {BLOCK: BlockInput(), COLUMN: Column(), ROW: Row(), SHARED: Shared(), WHOLE: Whole()}
-    styles |= more or {}
+    styles: dict[str, TensorParallelLayer] = {
+        BLOCK: BlockInput(), COLUMN: Column(), ROW: Row(), SHARED: Shared(), WHOLE: Whole(),
+        **(more or {}),
+    }  # fmt: skip
     added = [name for name in styles if name not in ALL_PARALLEL_STYLES]
     for name in added:
         ALL_PARALLEL_STYLES.register(name, styles[name])  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,7 @@ CPU = ("bench", "--device", "cpu")
         ),
         (
             ("--cases", "tiny", "--strategies", "dual_batch+cta=8"),
-            "no ending '+cta'. Did you mean 'ctas'? There are graph, ctas, copies.",
+            "no ending '+cta'. Did you mean 'ctas'? There are graph, ctas, copies, copied, ",
         ),
         (
             ("--cases", "tiny", "--strategies", "dual_batch+ctas=0"),
@@ -47,6 +47,10 @@ CPU = ("bench", "--device", "cpu")
         (
             ("--cases", "tiny", "--links", "gloo", "--ranks", "1"),
             "--links gloo with 1 rank: one rank has no link, it is measured alone with --links sin",
+        ),
+        (
+            ("--cases", "tiny", "--links", "single", "--host", "megatron"),
+            "--links single is for --host hf or hf-sp, found megatron",
         ),
         (
             ("--cases", "tiny", "--links", "single", "--ranks", "2"),
@@ -82,10 +86,12 @@ def test_two_ranks_measure_a_case(tmp_path, capsys):
     with (tmp_path / "results.csv").open() as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
     ours = {"comm_overlap", "comm_overlap+ctas=4"}
-    ran = {"eager", "compile", *ours, "compile, no collectives"}
+    ran = {"eager", "compile", "dtensor_sp", *ours, "compile, no collectives"}
     assert {name for name, row in rows.items() if row["ms"]} == ran
     assert rows["compile+graph"]["note"] == ("skipped: CUDA graphs need a CUDA device, this is cpu")
-    for name in ("compile", *ours):
+    idle = rows["dtensor_sp+async_tp"]["note"]
+    assert idle == "skipped: async TP not applied: it needs GPUs with peer access, the link is gloo"
+    for name in ("compile", "dtensor_sp", *ours):
         assert 0 < float(rows[name]["ms"]) < 10_000
         assert float(rows[name]["gradient_error"]) < 1e-5
     assert float(rows["eager"]["gradient_error"]) == 0

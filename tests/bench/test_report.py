@@ -96,9 +96,14 @@ def test_ablation_says_what_each_thing_is_worth():
     found = result()
     times = {"auto+graph": 40.0, "auto": 50.0, "dual_batch+graph": 44.0}
     for name, ms in times.items():
-        found["variants"][name] = variant("ours", *([(ms / 2, ms / 2)] * 5 for _ in range(2)))
+        rounds = ([(ms / 2, ms / 2)] * 5 for _ in range(2))
+        facts = {"cpu_ms": 7.0} if name == "auto" else {}
+        found["variants"][name] = variant("ours", *rounds, **facts)
     worth = {each["off"]: each["worth"] for each in report.judge(found).ablation}
     assert worth == {"CUDA graphs": 1.25, "dynamic choice": pytest.approx(1.1)}
+    rows = report.judge(found).ablation
+    assert (rows[0]["cpu_ms"], rows[0]["cpu_ms_without"], rows[0]["graph_mib"]) == (3, 7, 0)
+    assert "worth 1.250x; cpu_ms 3 -> 7" in report.table(report.judge(found))
 
 
 def test_files_load_back(judged, tmp_path):

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}
 VOCABULARY = 64
 
 
