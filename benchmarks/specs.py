@@ -42,7 +42,7 @@ def read(line: str) -> Spec:
     Args:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
             thread blocks of a collective at most, `+copies` for the copy engine, `+copies=4` for as
-            many `transfer_chunks`, in any order. `split_wgrad=false` keeps the gradients of
+            many `transfer_chunks`, `+layers=4` for as many `layers_per_region`, in any order. `split_wgrad=false` keeps the gradients of
             parameters in the ops of the activations' gradients. For an ablation: `+copied` copies
             micro-batches' results into shared buffers, `+recompiled` compiles equal ops anew.
 
@@ -93,10 +93,18 @@ def _copies(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
     return {"transfer": "copy_engine", "transfer_chunks": int(value)}
 
 
+def _layers(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
+    del strategy
+    if not (value and value.isdecimal() and int(value)):
+        raise RecipeError(f"{line!r}: +layers=N takes a number of layers, found {value or 'none'!r}")
+    return {"layers_per_region": int(value)}
+
+
 _ENDINGS: dict[str, Callable[[str, Strategy, str | None], dict[str, Any]]] = {
     "graph": _graph,
     "ctas": _ctas,
     "copies": _copies,
+    "layers": _layers,
 }
 
 
