@@ -103,7 +103,7 @@ def measure(
         whole = max(checks.nbytes(case, WORLD) for case in cases)
         space = pool.take(kernel, group, "compute", max(whole, 1 << 20))
         wrong, done = [], 0
-        share = options.seconds * (0.3 if kernel == checks.KERNELS[0] else 0.14)
+        share = options.seconds * (0.42 if kernel == checks.KERNELS[0] else 0.12)
         until = left() - share
         for seed, case in enumerate(cases):
             if seed % 8 == 0 and left() < until:
@@ -123,10 +123,11 @@ def measure(
             )
             wrong.append(checks.repeat_wrong(case, rank, space, repeats // len(tunings)))
         note("repeats", kernel, repeats, [each for each in wrong if each])
-    if device.type == "cuda" and not shared and not options.few and not found["wrong"]:
+    timed = options.times == "yes" or (options.times == "auto" and device.type == "cuda")
+    if timed and not shared and not options.few and not found["wrong"]:
         from dynaflow_train.benchmarks.dense_times import times
 
-        found["times"] = times(rank, pool, group, left)
+        found["times"] = times(rank, pool, group, left, options.tokens)
     pool.check()
     pool.close()
 
@@ -139,6 +140,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=0, help="calls in a row; 0: as fits")
     parser.add_argument("--seconds", type=float, default=140.0, help="stop starting work after it")
     parser.add_argument("--patience", type=float, default=30.0, help="seconds a kernel waits")
+    parser.add_argument("--times", default="auto", choices=["auto", "yes", "no"])
+    parser.add_argument("--tokens", type=int, default=8192, help="of the timed shapes")
     parser.add_argument("--few", action="store_true", help="a handful of calls, for a sanitizer")
     parser.add_argument("--out", default="kernels_dense.json")
     options = parser.parse_args()
