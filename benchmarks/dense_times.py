@@ -98,7 +98,7 @@ def shapes(
     world = dist.get_world_size()
     scale = tokens / TOKENS
     for model, sizes in LLAMA.items():
-        hidden, ffn, qkv = (int(size * scale) // 16 * 16 for size in sizes)
+        hidden, ffn, qkv = (max(16, int(size * scale) // 16 * 16) for size in sizes)
         yield "all_reduce_rms_norm", f"{model} {tokens}x{hidden}", norm(pool, group, tokens, hidden)
         for name, inner in (("o", hidden), ("down", ffn)):
             k = inner // world

@@ -7,6 +7,7 @@ appear here. Forward and backward go through the same `schedule`; `context.phase
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -230,6 +231,15 @@ class Scheduler:
         index, part = self._run(op)
         runs = self._state.runs
         return tuple(self._view(r) for each in self._state.readers[index] for r in runs(each, part))
+
+    def follow(self, chain: Sequence[ReadyOp]) -> tuple[ReadyOp, ...]:
+        """The ops that only wait for `chain`, a ready op and what follows it."""
+        runs, state = [self._run(op) for op in chain], self._state
+        left = Counter(
+            key for i, part in runs for each in state.readers[i] for key in state.runs(each, part)
+        )
+        waiting = (key for key, count in left.items() if state.missing.get(key) == count)
+        return tuple(self._view(key) for key in sorted(waiting) if key not in runs)
 
     def start_ms(self, op: ReadyOp, stream: str | None = None) -> float:
         """When the ready `op` could start on `stream`, by the estimates, after what was issued."""

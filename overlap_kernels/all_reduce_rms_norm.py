@@ -46,21 +46,27 @@ class Tuning:
 
     Attributes:
         shots: see the module. ctas: how many CTAs, at most 255. chunks: parts, for `shots=0`.
+        keep_sum: also give the sum without the residual.
     """
 
     shots: int = 1
     ctas: int = 64
     chunks: int = 4
+    keep_sum: bool = False
 
 
 @dataclass(frozen=True)
 class Made:
-    """Results: residual + sum and its norm, like the operand; statistics of rows, fp32 [rows]."""
+    """Results: residual + sum and its norm, like the operand; statistics of rows, fp32 [rows].
+
+    `summed` is the sum itself, where it was asked for.
+    """
 
     total: Tensor
     normed: Tensor
     means: Tensor
     scales: Tensor
+    summed: Tensor | None = None
 
 
 def reference(
@@ -120,7 +126,8 @@ def all_reduce_norm(
     normed = total if norm.kind == "none" else torch.empty_like(own)
     rows = own.numel() // shape[-1]
     means, scales = (torch.empty(rows, dtype=torch.float32, device=own.device) for _ in range(2))
-    made = Made(total, normed, means, scales)
+    summed = torch.empty_like(own) if tuning.keep_sum else None
+    made = Made(total, normed, means, scales, summed)
     if rows == 0:
         return made
     run = _Launch(space, own, residual, parameters, norm, tuning, made)
@@ -155,10 +162,10 @@ class _Launch:
         triton_kernels().all_reduce_norm[(ctas,)](
             space.tables[0], *space.signals(), space.rank, begin, end, self.norm.eps,
             self.own, pulled, _or(self.residual, self.own), _or(weight, self.own),
-            _or(bias, self.own), made.total, made.normed, made.means, made.scales,
+            _or(bias, self.own), _or(made.summed, self.own), made.total, made.normed, made.means, made.scales,
             WIDTH=width, BLOCK=block, ROWS=lines, WORLD=space.world, SLOTS=SLOTS,
-            NORM=self.norm.kind, SHOTS=self.tuning.shots, HAS_RESIDUAL=self.residual is not None,
-            HAS_BIAS=bias is not None, num_warps=warps,
+            NORM=self.norm.kind, SHOTS=self.tuning.shots, HAS_SUM=made.summed is not None,
+            HAS_RESIDUAL=self.residual is not None, HAS_BIAS=bias is not None, num_warps=warps,
         )  # fmt: skip
 
 

@@ -73,11 +73,15 @@ def _of(table, rank, like):
 @triton.jit
 def _finish(
     value, given, made, rows, columns, mask, eps, NORM: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_SUM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sum and its norm; statistics are those of the sum as it is stored."""
-    weight, bias = given
-    total, normed, means, scales = made
+    """Adds, normalises and writes; statistics are those of the total as it is stored."""
+    residual, weight, bias = given
+    summed, total, normed, means, scales = made
+    if HAS_SUM:
+        _put(summed, value, rows, columns, mask, WIDTH)
+    if HAS_RESIDUAL:
+        value += _tile(residual, rows, columns, mask, WIDTH)
     value = value.to(total.dtype.element_ty).to(tl.float32)
     _put(total, value, rows, columns, mask, WIDTH)
     if NORM != "none":
@@ -100,10 +104,10 @@ def _finish(
 @triton.jit(do_not_specialize=["limit", "rank", "begin", "rows", "eps"])
 def all_reduce_norm(
     table, flags, epochs, state, host, limit, rank, begin, rows, eps, mine, pulled,
-    residual, weight, bias, total, normed, means, scales,
+    residual, weight, bias, summed, total, normed, means, scales,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr,
-    SLOTS: tl.constexpr, NORM: tl.constexpr, SHOTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    SLOTS: tl.constexpr, NORM: tl.constexpr, SHOTS: tl.constexpr, HAS_SUM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """total = residual + sum over ranks; normed = norm(total): see `all_reduce_rms_norm`.
 
@@ -129,13 +133,12 @@ def all_reduce_norm(
         else:
             for peer in tl.static_range(WORLD):  # in one order: all ranks get the same bits
                 value += _tile(_of(table, peer, total), row, columns, mask, WIDTH)
-        if HAS_RESIDUAL:
-            value += _tile(residual, row, columns, mask, WIDTH)
-        if SHOTS == 2:
+        if SHOTS == 2:  # the others see it rounded
+            value = value.to(total.dtype.element_ty).to(tl.float32)
             _put(_of(table, rank, total), value, row, columns, mask, WIDTH)
         _finish(
-            value, (weight, bias), (total, normed, means, scales), row, columns, mask, eps,
-            NORM, WIDTH, HAS_BIAS,
+            value, (residual, weight, bias), (summed, total, normed, means, scales), row, columns,
+            mask, eps, NORM, WIDTH, HAS_SUM, HAS_RESIDUAL, HAS_BIAS,
         )  # fmt: skip
         at += ctas * ROWS
     if SHOTS > 0:
@@ -150,8 +153,8 @@ def all_reduce_norm(
                 mask = (row < last)[:, None] & (columns < WIDTH)[None, :]
                 value = _tile(_of(table, peer, total), row, columns, mask, WIDTH)
                 _finish(
-                    value, (weight, bias), (total, normed, means, scales), row, columns, mask,
-                    eps, NORM, WIDTH, HAS_BIAS,
+                    value, (residual, weight, bias), (summed, total, normed, means, scales), row,
+                    columns, mask, eps, NORM, WIDTH, HAS_SUM, HAS_RESIDUAL, HAS_BIAS,
                 )  # fmt: skip
                 at += ctas * ROWS
         _handshake(flags, state, host, limit, epoch + 3, rank, pid, WORLD, SLOTS)

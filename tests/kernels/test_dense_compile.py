@@ -39,13 +39,13 @@ def compiled(kernel, signature, constants, warps):
 def forward(norm, shots, *, width=8192, dtype="bf16", world=2):
     block, lines, warps = tile(width)
     data = dict.fromkeys(
-        ("mine", "pulled", "residual", "weight", "bias", "total", "normed"), f"*{dtype}"
+        ("mine", "pulled", "residual", "weight", "bias", "summed", "total", "normed"), f"*{dtype}"
     )
     signature = SIGNALS | data | {"means": "*fp32", "scales": "*fp32", "eps": "fp32"}
     signature |= {"begin": "i32", "rows": "i32"}
     constants = {
         "WIDTH": width, "BLOCK": block, "ROWS": lines, "WORLD": world, "SLOTS": SLOTS,
-        "NORM": norm, "SHOTS": shots, "HAS_RESIDUAL": True, "HAS_BIAS": norm == "layer",
+        "NORM": norm, "SHOTS": shots, "HAS_SUM": shots == 1, "HAS_RESIDUAL": True, "HAS_BIAS": norm == "layer",
     }  # fmt: skip
     return compiled(triton_kernels().all_reduce_norm, signature, constants, warps)
 
