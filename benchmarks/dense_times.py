@@ -147,11 +147,11 @@ def norm(pool: Pool, group: str, rows: int, width: int) -> dict[str, Function]:
     def fused(tuning: arn.Tuning, given: Tensor) -> Function:
         return lambda: arn.all_reduce_norm(space, given, residual, parameters, rule, tuning)
 
-    for shots, ctas in ((1, 64), (1, 132), (1, 254), (2, 64), (2, 132), (2, 254)):
+    for shots, ctas in ((1, 32), (1, 64), (1, 112), (2, 32), (2, 64), (2, 112)):
         variants[f"{shots} shot(s), {ctas} CTAs"] = fused(arn.Tuning(shots, ctas), lent)
     for chunks in (1, 2, 4):
-        variants[f"copies, {chunks} chunks"] = fused(arn.Tuning(0, 254, chunks), lent)
-    variants["1 shot, 132 CTAs, operand copied"] = fused(arn.Tuning(1, 132), operand)
+        variants[f"copies, {chunks} chunks"] = fused(arn.Tuning(0, 112, chunks), lent)
+    variants["1 shot, 112 CTAs, operand copied"] = fused(arn.Tuning(1, 112), operand)
     return variants
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from dynaflow_train.overlap_kernels.pool import Space
 
 Variants = dict[str, "Function"]
-CTAS = (16, 64, 132, 254)  # fewest first: what is as fast with fewer leaves more to compute
+# Fewest first: what is as fast with fewer leaves more to compute. Never all SMs of a GPU: what waits
+# for a rank must not keep this one from what that rank waits for.
+CTAS = (16, 32, 64, 112)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def random_shapes(rank: int, number: int) -> dict[str, list[str]]:
     """By kernel, what is wrong; a rank in five is late."""
     pool, world = Pool(CPU, ask, patience_s=60), dist.get_world_size()
     found = {}
-    for kernel in checks.KERNELS[: 3 if world > 2 else 4]:
+    for kernel in (*checks.KERNELS[:2], *checks.KERNELS[3 if world > 2 else 2 :]):
         cases = [checks.draw(kernel, seed, small=True) for seed in range(number)]
         cases = [each for each in cases if world == 2 or each.tuning.shots or "rms" not in kernel]
         space = pool.take(kernel, group(), "x", max(checks.nbytes(c, world) for c in cases))
@@ -55,10 +55,10 @@ def random_shapes(rank: int, number: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "number"), [(2, 18), (3, 6)])
+@pytest.mark.parametrize(("world", "number"), [(2, 12), (3, 6)])
 def test_random_shapes_forward_and_backward(interpreted, world, number):
     for found in run_ranks(random_shapes, world, number, spawn=True):
-        assert set(found) >= set(checks.KERNELS[:3])
+        assert len(found) == (4 if world == 2 else 3)
         assert not any(found.values()), found
 
 
@@ -133,7 +133,7 @@ def products(rank: int) -> list[str]:
     """Without Triton at all: copies and flags that the host reads."""
     pool = Pool(CPU, ask, patience_s=60)
     wrong = []
-    for kernel in checks.KERNELS[1:]:
+    for kernel in checks.KERNELS[:3]:
         cases = [checks.draw(kernel, seed, small=True) for seed in range(20)]
         space = pool.take(kernel, group(), "x", max(checks.nbytes(case, 2) for case in cases))
         wrong += [checks.wrong(case, rank, space, seed, 0.2) for seed, case in enumerate(cases)]

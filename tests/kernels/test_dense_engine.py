@@ -149,7 +149,7 @@ def test_where_a_kernel_cannot_run_or_loses_the_plain_chain_runs_and_explain_say
             for text in (explained, *told):
                 assert re.search(r"kernel '\w+' cannot run here: .*on cpu", text), text
             assert len(told) == 1
-        assert "kernel 'matmul_all_reduce' cannot run here: the copy engine needs CUDA" in raised
+        assert "kernel 'matmul_all_reduce' cannot run here: rank 0: the copy engine" in raised
         excess, where, explained, told = slower
         assert excess < 4, where
         assert not told
