@@ -91,9 +91,7 @@ def timed(function: Function, device: torch.device) -> float:
     return begin.elapsed_time(end) / PER_ROUND
 
 
-def shapes(
-    pool: Pool, group: str, tokens: int
-) -> Iterator[tuple[str, str, dict[str, Function]]]:
+def shapes(pool: Pool, group: str, tokens: int) -> Iterator[tuple[str, str, dict[str, Function]]]:
     """Kernel, shape, variants; tensor parallel over the ranks there are."""
     world = dist.get_world_size()
     scale = tokens / TOKENS

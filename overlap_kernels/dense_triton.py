@@ -42,9 +42,7 @@ def _handshake(
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "limit"])
-def meet(
-    flags, epochs, state, host, limit, rank, slot, WORLD: tl.constexpr, SLOTS: tl.constexpr
-):
+def meet(flags, epochs, state, host, limit, rank, slot, WORLD: tl.constexpr, SLOTS: tl.constexpr):
     """All ranks, once, in a stream: what came before it on each is seen by what comes after."""
     epoch = tl.load(epochs + slot) + 1
     _handshake(flags, state, host, limit, epoch, rank, slot, WORLD, SLOTS)

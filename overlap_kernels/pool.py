@@ -201,9 +201,7 @@ class Pool:
         ranks = dist.distributed_c10d._resolve_process_group(cast("Any", group))
         world, on_gpu = ranks.size(), self.device.type == "cuda"
         size = nbytes + world * SLOTS * 4
-        memory = (
-            _symmetric(group, size, self.device) if on_gpu else _files(group, size, self.ask)
-        )
+        memory = _symmetric(group, size, self.device) if on_gpu else _files(group, size, self.ask)
         buffers = tuple(each[:nbytes] for each in memory)
         flags = tuple(each[nbytes:].view(torch.int32).view(world, SLOTS) for each in memory)
         flags[ranks.rank()].zero_()

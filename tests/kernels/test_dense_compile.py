@@ -90,7 +90,5 @@ def test_the_backward(norm):
         "WIDTH": 8192, "BLOCK": block, "ROWS": lines, "NORM": norm, "HAS_TOTAL": True,
         "HAS_BIAS": norm == "layer",
     }  # fmt: skip
-    ptx, made = compiled(
-        triton_kernels().norm_backward, data | {"rows": "i32"}, constants, warps
-    )
+    ptx, made = compiled(triton_kernels().norm_backward, data | {"rows": "i32"}, constants, warps)
     check(ptx, made, meets=0)
