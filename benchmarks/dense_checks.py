@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from dynaflow_train.overlap_kernels import all_gather_matmul as agm
 from dynaflow_train.overlap_kernels import all_reduce_rms_norm as arn
 from dynaflow_train.overlap_kernels import matmul_all_reduce as mar
 from dynaflow_train.overlap_kernels import matmul_reduce_scatter as mrs
-from dynaflow_train.overlap_kernels.pool import Pool, Space
+
+if TYPE_CHECKING:
+    from dynaflow_train.overlap_kernels.pool import Pool, Space
 
 FACTOR = 3.0
 SLEEP_CYCLES = 20_000_000  # about 10 ms
@@ -36,8 +37,8 @@ class Case:
     inner: int
     width: int
     dtype: torch.dtype
-    norm: arn.Norm = arn.Norm()
-    tuning: arn.Tuning = arn.Tuning()
+    norm: arn.Norm = field(default_factory=arn.Norm)
+    tuning: arn.Tuning = field(default_factory=arn.Tuning)
     residual: bool = True
     chunks: int = 2
 
@@ -281,7 +282,6 @@ def repeat_wrong(case: Case, rank: int, space: Space, calls: int) -> str:
 
 
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce_rms_norm")
-Report = Callable[[str, dict[str, Any]], None]
 
 
 def space_of(pool: Pool, group: str, case: Case, world: int) -> Space:

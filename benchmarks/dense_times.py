@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from dynaflow_train.overlap_kernels import all_reduce_rms_norm as arn
 from dynaflow_train.overlap_kernels.all_gather_matmul import all_gather_matmul
 from dynaflow_train.overlap_kernels.matmul_all_reduce import matmul_all_reduce
 from dynaflow_train.overlap_kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from dynaflow_train.overlap_kernels.pool import Pool
+
+if TYPE_CHECKING:
+    from dynaflow_train.overlap_kernels.pool import Pool
 
 Function = Callable[[], Any]
 TOKENS, ROUNDS, WARMUPS, PER_ROUND = 8192, 9, 2, 4
@@ -161,7 +163,7 @@ def scatter(pool: Pool, group: str, sizes: tuple[int, int, int]) -> dict[str, Fu
     space = pool.take("matmul_reduce_scatter", group, "compute", rows * width * left.itemsize)
 
     def plain() -> None:
-        dist.reduce_scatter_tensor(out, left @ right)
+        dist.reduce_scatter_tensor(out, left @ right)  # pyright: ignore[reportDeprecated]  # 2.11
 
     variants: dict[str, Function] = {"plain": plain, "the product alone": lambda: left @ right}
     if pool.device.type == "cuda":
@@ -192,7 +194,7 @@ def gather(pool: Pool, group: str, sizes: tuple[int, int, int]) -> dict[str, Fun
     space = pool.take("all_gather_matmul", group, "compute", own.nbytes)
 
     def plain() -> Tensor:
-        dist.all_gather_into_tensor(whole, own)
+        dist.all_gather_into_tensor(whole, own)  # pyright: ignore[reportDeprecated]  # 2.11
         return whole @ right
 
     variants: dict[str, Function] = {"plain": plain, "the product alone": lambda: whole @ right}

@@ -28,6 +28,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dynaflow_train.benchmarks import dense_checks as checks
+from dynaflow_train.benchmarks.dense_times import times
+from dynaflow_train.overlap_kernels.pool import Pool
+
 WORLD = 2
 PORT = 29_781
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -67,14 +71,75 @@ def worker(rank: int, options: argparse.Namespace, shared: bool, port: int, out:
     os._exit(1 if found["wrong"] else 0)  # a rank that failed does not wait for the other
 
 
+class Findings:
+    """What one rank measured, while there is time.
+
+    Attributes:
+        rank, options, shared: see `worker`.
+        found: checks, times, and what was wrong.
+    """
+
+    def __init__(
+        self, rank: int, options: argparse.Namespace, pool: Pool, shared: bool, found: dict
+    ) -> None:
+        self.rank, self.options, self.pool, self.shared = rank, options, pool, shared
+        self.found, self.start = found, time.monotonic()
+        self.on_gpu = pool.device.type == "cuda"
+        self.small = options.few or not self.on_gpu
+        self.group = dist.distributed_c10d._get_default_group().group_name
+
+    def left(self) -> float:
+        """Seconds, the least of all ranks."""
+        mine = self.options.seconds - (time.monotonic() - self.start)
+        return min(float(text) for text in self.pool.ask("", str(mine)))
+
+    def note(self, what: str, kernel: str, number: int, wrong: list[str]) -> None:
+        """One check."""
+        wrong = [each for each in wrong if each]
+        row = {"check": what, "kernel": kernel, "number": number, "wrong": len(wrong)}
+        self.found["checks"].append(row | {"seconds": round(time.monotonic() - self.start, 1)})
+        self.found["wrong"] += wrong
+        if self.rank == 0:
+            print(json.dumps(self.found["checks"][-1]), *wrong[:3], sep="\n", flush=True)
+
+    def check(self, kernel: str) -> None:
+        """Random shapes, CUDA graphs, many calls."""
+        options, norms = self.options, kernel == "all_reduce_rms_norm"
+        # On a shared GPU both ranks' grids must fit beside one another.
+        ctas = (4, 12) if self.shared else (8, 64, 112)
+        kinds = {"small": self.small, "ctas": ctas, "kinds": options.kinds}
+        number = 3 if options.few else options.shapes
+        cases = [checks.draw(kernel, seed, **kinds) for seed in range(number)]
+        size = max(checks.nbytes(case, WORLD) for case in cases)
+        space = self.pool.take(kernel, self.group, "compute", max(size, 1 << 20))
+        until = self.left() - options.seconds * (0.42 if norms else 0.13)
+        wrong: list[str] = []
+        for seed, case in enumerate(cases):
+            if seed % 8 == 0 and self.left() < until:
+                break
+            late = 0.05 if self.shared else 0.1
+            wrong.append(checks.wrong(case, self.rank, space, seed, late))
+        self.note("shapes", kernel, len(wrong), wrong)
+        if self.on_gpu and not options.few:
+            picked = [cases[i] for i in (0, 1, 2, 4) if i < len(cases)]
+            graphs = [checks.graph_wrong(case, self.rank, space, 8) for case in picked]
+            self.note("graphs", kernel, len(picked), graphs)
+        repeats = options.repeats or (50 if self.small else 300 if self.shared else 10_000)
+        tunings = (0, 1, 2) if norms else (1,)
+        wrong = []
+        for shots in tunings:
+            tuning = dataclasses.replace(cases[0].tuning, shots=shots, ctas=12)
+            case = dataclasses.replace(
+                cases[0], rows=13, inner=24, width=64, tuning=tuning, dtype=torch.float32
+            )
+            wrong.append(checks.repeat_wrong(case, self.rank, space, repeats // len(tunings)))
+        self.note("repeats", kernel, repeats, wrong)
+
+
 def measure(
     rank: int, options: argparse.Namespace, device: torch.device, shared: bool, found: dict
 ) -> None:
     """All checks, then times."""
-    from dynaflow_train.benchmarks import dense_checks as checks
-    from dynaflow_train.overlap_kernels.pool import Pool
-
-    group = dist.distributed_c10d._get_default_group().group_name
 
     def ask(_: str, text: str) -> list[str]:
         texts: list[Any] = [None] * WORLD
@@ -82,63 +147,19 @@ def measure(
         return texts
 
     pool = Pool(device, ask, patience_s=options.patience)
-    start, small = time.monotonic(), device.type == "cpu" or options.few
-    ctas = (4, 12) if shared else (8, 64, 112)  # on a shared GPU both ranks' must fit beside
-    shapes = 3 if options.few else options.shapes
-    repeats = options.repeats or (50 if small else 300 if shared else 10_000)
-
-    def left() -> float:
-        """Seconds, the least of all ranks."""
-        mine = options.seconds - (time.monotonic() - start)
-        return min(float(text) for text in ask("", str(mine)))
-
-    def note(what: str, kernel: str, number: int, wrong: list[str]) -> None:
-        row = {"check": what, "kernel": kernel, "number": number, "wrong": len(wrong)}
-        found["checks"].append(row | {"seconds": round(time.monotonic() - start, 1)})
-        found["wrong"] += wrong
-        if rank == 0:
-            print(json.dumps(found["checks"][-1]), *wrong[:3], sep="\n", flush=True)
-
+    findings = Findings(rank, options, pool, shared, found)
     for kernel in checks.KERNELS:
-        cases = [
-            checks.draw(kernel, seed, small=small, ctas=ctas, kinds=options.kinds)
-            for seed in range(shapes)
-        ]
-        whole = max(checks.nbytes(case, WORLD) for case in cases)
-        space = pool.take(kernel, group, "compute", max(whole, 1 << 20))
-        wrong, done = [], 0
-        share = options.seconds * (0.42 if kernel == "all_reduce_rms_norm" else 0.13)
-        until = left() - share
-        for seed, case in enumerate(cases):
-            if seed % 8 == 0 and left() < until:
-                break
-            wrong.append(checks.wrong(case, rank, space, seed, late=0.05 if shared else 0.1))
-            done += 1
-        note("shapes", kernel, done, [each for each in wrong if each])
-        if device.type == "cuda" and not options.few:
-            picked = [cases[i] for i in (0, 1, 2, 4) if i < len(cases)]
-            wrong = [checks.graph_wrong(case, rank, space, 8) for case in picked]
-            note("graphs", kernel, len(picked), [each for each in wrong if each])
-        wrong, tunings = [], (0, 1, 2) if kernel == "all_reduce_rms_norm" else (1,)
-        for shots in tunings:
-            tuning = dataclasses.replace(cases[0].tuning, shots=shots, ctas=12)
-            case = dataclasses.replace(
-                cases[0], rows=13, inner=24, width=64, tuning=tuning, dtype=torch.float32
-            )
-            wrong.append(checks.repeat_wrong(case, rank, space, repeats // len(tunings)))
-        note("repeats", kernel, repeats, [each for each in wrong if each])
-    timed = options.times == "yes" or (options.times == "auto" and device.type == "cuda")
+        findings.check(kernel)
+    timed = options.times == "yes" or (options.times == "auto" and findings.on_gpu)
     if timed and not shared and not options.few and not found["wrong"]:
-        from dynaflow_train.benchmarks.dense_times import times
-
-        found["times"] = times(rank, pool, group, left, options.tokens)
+        found["times"] = times(rank, pool, findings.group, findings.left, options.tokens)
     pool.check()
     pool.close()
 
 
 def main() -> None:
     """Start the ranks, join their findings."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="dense kernels on two ranks")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shapes", type=int, default=200, help="random shapes of each kernel")
     parser.add_argument("--kinds", type=int, default=6, help="norms, each compiled")
@@ -185,7 +206,7 @@ def report(options: argparse.Namespace, shared: bool, codes: list[int | None]) -
     on_gpu = options.device == "cuda"
     device = torch.cuda.get_device_name(0) if on_gpu else "cpu"
     about = {"torch": torch.__version__, "device": device, "ranks": WORLD, "one_gpu": shared}
-    result = {"about": about, "wrong": wrong}
+    result: dict[str, Any] = {"about": about, "wrong": wrong}
     for key in ("checks", "times"):
         result[key] = found[0][key] if found else []
     Path(options.out).write_text(json.dumps(result, indent=1) + "\n")

@@ -7,7 +7,6 @@ appear here. Forward and backward go through the same `schedule`; `context.phase
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -228,18 +227,11 @@ class Scheduler:
 
     def readers(self, op: ReadyOp) -> tuple[ReadyOp, ...]:
         """The ops that read what `op` makes, of the same micro-batch, ready or not."""
-        index, part = self._run(op)
-        runs = self._state.runs
-        return tuple(self._view(r) for each in self._state.readers[index] for r in runs(each, part))
+        return tuple(map(self._view, self._state.reading(self._run(op))))
 
     def follow(self, chain: Sequence[ReadyOp]) -> tuple[ReadyOp, ...]:
-        """The ops that only wait for `chain`, a ready op and what follows it."""
-        runs, state = [self._run(op) for op in chain], self._state
-        left = Counter(
-            key for i, part in runs for each in state.readers[i] for key in state.runs(each, part)
-        )
-        waiting = (key for key, count in left.items() if state.missing.get(key) == count)
-        return tuple(self._view(key) for key in sorted(waiting) if key not in runs)
+        """The ops that only wait for `chain`: a ready op, and what follows it."""
+        return tuple(map(self._view, self._state.after([self._run(op) for op in chain])))
 
     def start_ms(self, op: ReadyOp, stream: str | None = None) -> float:
         """When the ready `op` could start on `stream`, by the estimates, after what was issued."""
@@ -404,6 +396,5 @@ class Scheduler:
         return self._views.setdefault(run, view)
 
 
-def _lane(op: ReadyOp) -> str:
-    """The stream an op goes to if the strategy names none."""
+def _lane(op: ReadyOp) -> str:  # the stream of an op for which the strategy names none
     return COMM if op.is_communication else COMPUTE

@@ -7,14 +7,16 @@ multiplied first. Products stay with cuBLAS. The gathered rows are kept for wgra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dynaflow_train.errors import KernelError
-from dynaflow_train.overlap_kernels.pool import Space
 from dynaflow_train.overlap_kernels.pulls import Pulls, rows_of
+
+if TYPE_CHECKING:
+    from dynaflow_train.overlap_kernels.pool import Space
 
 CHUNKS = 2  # of each rank's rows: more make products too small to be fast
 

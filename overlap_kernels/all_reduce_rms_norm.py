@@ -162,7 +162,8 @@ class _Launch:
         triton_kernels().all_reduce_norm[(ctas,)](
             space.tables[0], *space.signals(), space.rank, begin, end, self.norm.eps,
             self.own, pulled, _or(self.residual, self.own), _or(weight, self.own),
-            _or(bias, self.own), _or(made.summed, self.own), made.total, made.normed, made.means, made.scales,
+            _or(bias, self.own), _or(made.summed, self.own), made.total, made.normed, made.means,
+            made.scales,
             WIDTH=width, BLOCK=block, ROWS=lines, WORLD=space.world, SLOTS=SLOTS,
             NORM=self.norm.kind, SHOTS=self.tuning.shots, HAS_SUM=made.summed is not None,
             HAS_RESIDUAL=self.residual is not None, HAS_BIAS=bias is not None, num_warps=warps,
@@ -259,7 +260,7 @@ class AllReduceNorm(torch.autograd.Function):
         return of_operand, of_residual, of_weight.to(weight.dtype), of_bias, *(None,) * 4
 
 
-def fused(
+def fused(  # noqa: PLR0913  # what a module calls
     operand: Tensor,
     residual: Tensor | None,
     parameters: tuple[Tensor, Tensor | None],
@@ -270,9 +271,8 @@ def fused(
 ) -> tuple[Tensor, Tensor]:
     """(residual + sum over ranks, its norm), differentiable; arguments as `all_reduce_norm`.
 
-    Args:
-        adjoint: of the all-reduce: the identity where what follows is the same on all ranks and
-            each has the whole gradient, as after a row-parallel product; else an all-reduce.
+    `adjoint` is the all-reduce's: the identity where what follows is the same on all ranks and each
+    has the whole gradient, as after a row-parallel product; else an all-reduce.
     """
     weight, bias = parameters
     rest = (space, norm, tuning or Tuning(), adjoint)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_arg
 
 from dynaflow_train.errors import KernelError
 from dynaflow_train.overlap_kernels.matching import any_group, substitute
@@ -169,7 +170,7 @@ def _text(graph: fx.GraphModule) -> str:
     for node in graph.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
         known = (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else ""
-        args = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        args = map_arg((node.args, node.kwargs), numbers.__getitem__)
         target = node.target if node.op == "call_function" else node.op
         lines.append(f"{target} {args} {known}")
     return "\n".join(lines)

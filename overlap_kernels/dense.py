@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,17 +11,19 @@ from torch import Tensor, fx
 from dynaflow_train.overlap_kernels import all_reduce_rms_norm as arn
 from dynaflow_train.overlap_kernels import matching
 from dynaflow_train.overlap_kernels.all_gather_matmul import all_gather_matmul
-from dynaflow_train.overlap_kernels.matmul_all_reduce import matmul_all_reduce
 from dynaflow_train.overlap_kernels.matching import SUM
+from dynaflow_train.overlap_kernels.matmul_all_reduce import matmul_all_reduce
 from dynaflow_train.overlap_kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dynaflow_train.overlap_kernels.matching import Found, Function
     from dynaflow_train.overlap_kernels.pool import Space
 
 Variants = dict[str, "Function"]
-# Fewest first: what is as fast with fewer leaves more to compute. Never all SMs of a GPU: what waits
-# for a rank must not keep this one from what that rank waits for.
+# Fewest first: what is as fast with fewer leaves more to compute. Never all SMs of a GPU: what
+# waits for a rank must not keep this one from what that rank waits for.
 CTAS = (16, 32, 64, 112)
 
 

@@ -1,4 +1,6 @@
 # pyright: basic, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN201, ANN202, C901, N803, PLR0913
 """Triton kernels over memory that the ranks of one host share; imported only where Triton is.
 
 A flag is a scalar that one thread writes with release and another reads with acquire, at system
@@ -107,7 +109,7 @@ def all_reduce_norm(
     SLOTS: tl.constexpr, NORM: tl.constexpr, SHOTS: tl.constexpr, HAS_SUM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """total = residual + sum over ranks; normed = norm(total): see `all_reduce_rms_norm`.
+    """Total = residual + sum over ranks; normed = norm(total): see `all_reduce_rms_norm`.
 
     One shot: each rank pulls every row. Two: it pulls its share of the rows, leaves the sums in its
     buffer, and pulls the others' sums; the norm of a pulled row costs nothing beside its way. None:

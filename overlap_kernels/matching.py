@@ -1,8 +1,8 @@
 """Finds in a chain's graph what a kernel stands in for, and puts it there.
 
-What is left of the graph beside the kernel may only be views and casts. A norm is recognised by what
-it computes, not by how it is written: the chain runs on random numbers with its collective left out,
-and each result must be one of the kernel's own.
+What is left of the graph beside the kernel may only be views and casts. A norm is recognised by
+what it computes, not by how it is written: the chain runs on random numbers with its collective
+left out, and each result must be one of the kernel's own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_arg
 
 from dynaflow_train.overlap_kernels.all_reduce_rms_norm import Norm, reference
 
@@ -255,7 +256,7 @@ def _random(node: fx.Node, source: torch.Generator, *, vector: bool) -> Tensor:
 def _evaluate(wait: fx.Node, values: dict[fx.Node, Tensor], wanted: list[fx.Node]) -> list[Tensor]:
     env: dict[fx.Node, Any] = dict(values)
     for node in _after(wait)[1:]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = cast("Any", node.target)(*args, **kwargs)
     return [env[node] for node in wanted]
 

@@ -6,14 +6,16 @@ products: a reduce-scatter and an all-gather are better there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dynaflow_train.errors import KernelError
-from dynaflow_train.overlap_kernels.pool import Space
 from dynaflow_train.overlap_kernels.pulls import Pulls, rows_of
+
+if TYPE_CHECKING:
+    from dynaflow_train.overlap_kernels.pool import Space
 
 CHUNKS = 4
 

@@ -6,16 +6,19 @@ chunks; the own rows last, while those travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dynaflow_train.errors import KernelError
 from dynaflow_train.overlap_kernels.all_gather_matmul import CHUNKS, all_gather_matmul
-from dynaflow_train.overlap_kernels.pool import Space
 from dynaflow_train.overlap_kernels.pulls import Pulls, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynaflow_train.overlap_kernels.pool import Space
 
 
 def reference(products: list[Tensor], rank: int) -> Tensor:
@@ -34,7 +37,8 @@ def matmul_reduce_scatter(
 
     Args:
         space: memory for the product; all ranks call it alike.
-        left: [world * m, k]; right: [k, n]; of any strides that products take.
+        left: [world * m, k].
+        right: [k, n].
         chunks: parts in which each rank's rows are made and pulled.
         beside: computes something else while the last parts travel.
 

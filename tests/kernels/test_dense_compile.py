@@ -1,10 +1,8 @@
-"""Every dense Triton kernel compiles for Hopper without a GPU, to the PTX that its protocol needs."""
+"""Every dense Triton kernel compiles for Hopper without a GPU, to the PTX its protocol needs."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -45,7 +43,8 @@ def forward(norm, shots, *, width=8192, dtype="bf16", world=2):
     signature |= {"begin": "i32", "rows": "i32"}
     constants = {
         "WIDTH": width, "BLOCK": block, "ROWS": lines, "WORLD": world, "SLOTS": SLOTS,
-        "NORM": norm, "SHOTS": shots, "HAS_SUM": shots == 1, "HAS_RESIDUAL": True, "HAS_BIAS": norm == "layer",
+        "NORM": norm, "SHOTS": shots, "HAS_SUM": shots == 1, "HAS_RESIDUAL": True,
+        "HAS_BIAS": norm == "layer",
     }  # fmt: skip
     return compiled(triton_kernels().all_reduce_norm, signature, constants, warps)
 

@@ -1,4 +1,4 @@
-"""Dense kernels in whole steps: found in captured graphs, chosen or not, and the right gradients."""
+"""Dense kernels in whole steps: found in captured graphs, chosen or not; the right gradients."""
 
 from __future__ import annotations
 
