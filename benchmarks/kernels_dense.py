@@ -107,7 +107,7 @@ class Findings:
         options, norms = self.options, kernel == "all_reduce_rms_norm"
         # On a shared GPU both ranks' grids must fit beside one another.
         ctas = (4, 12) if self.shared else (8, 64, 112)
-        kinds = {"small": self.small, "ctas": ctas, "kinds": options.kinds}
+        kinds: dict[str, Any] = {"small": self.small, "ctas": ctas, "kinds": options.kinds}
         number = 3 if options.few else options.shapes
         cases = [checks.draw(kernel, seed, **kinds) for seed in range(number)]
         size = max(checks.nbytes(case, WORLD) for case in cases)
