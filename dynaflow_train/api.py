@@ -201,6 +201,7 @@ class Explanations(tuple[Explanation, ...]):
         choices: what `auto` chose in each context, and from what.
         graphs: of each plan, what was recorded as CUDA graphs, or why not.
         transfers: how collectives by the copy engine are made, or why not.
+        kernels: of each fused kernel and shape, what runs, by which times, or why not.
         nccl: what became of the recipe's options for NCCL.
         compiled: whether the model is compiled at all.
     """
@@ -208,6 +209,7 @@ class Explanations(tuple[Explanation, ...]):
     choices: tuple[Choice, ...] = ()
     graphs: tuple[str, ...] = ()
     transfers: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     nccl: tuple[str, ...] = ()
     compiled: bool = True
 
@@ -219,7 +221,8 @@ class Explanations(tuple[Explanation, ...]):
         return hidden / total if total else 1.0
 
     def __str__(self) -> str:
-        more = ["\n".join(lines) for lines in (self.graphs, self.nccl, self.transfers) if lines]
+        told = (self.graphs, self.nccl, self.transfers, self.kernels)
+        more = ["\n".join(lines) for lines in told if lines]
         if not self.compiled:
             return "the model is not compiled: call df.compile(model, ...) first."
         return "\n\n".join(map(str, (*self.choices, *self, *more))) or (
@@ -244,6 +247,8 @@ def explain(model: torch.nn.Module) -> Explanations:
     found.compiled = bool(sessions(model))
     rings = [session.rings for session in sessions(model) if session.rings is not None]
     found.transfers = tuple(line for each in rings for line in each.told())
+    hosts = [session.kernel_host for session in sessions(model) if session.kernel_host is not None]
+    found.kernels = tuple(line for each in hosts for line in (*each.says, *each.pool.told()))
     texts = [text for one in sessions(model) for text in (*one.groups.says, *one.unused())]
     found.nccl = tuple(dict.fromkeys(texts))
     captures = [capture for session in sessions(model) for capture in session.captures]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -167,15 +168,24 @@ class Readiness:
         """The runs that `run` reads from."""
         return [each for source in self.sources[run[0]] for each in self.runs(source, run[1])]
 
+    def reading(self, run: tuple[int, int]) -> list[tuple[int, int]]:
+        """The runs that read from `run`."""
+        return [each for reader in self.readers[run[0]] for each in self.runs(reader, run[1])]
+
+    def after(self, chain: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The runs that would be ready, were these issued."""
+        left = Counter(each for run in chain for each in self.reading(run))
+        ready = [run for run, count in left.items() if self.missing.get(run) == count]
+        return sorted(run for run in ready if run not in chain)
+
     def issue(self, run: tuple[int, int]) -> None:
         """Take `run` out and count it for its readers."""
         del self.missing[run]
         del self.ready[bisect_left(self.ready, run)]
-        for reader in self.readers[run[0]]:
-            for key in self.runs(reader, run[1]):
-                self.missing[key] -= 1
-                if self.missing[key] == 0:
-                    insort(self.ready, key)
+        for key in self.reading(run):
+            self.missing[key] -= 1
+            if self.missing[key] == 0:
+                insort(self.ready, key)
 
 
 def estimate_ms(op: Op, times: Mapping[str, float]) -> float:

@@ -15,12 +15,15 @@ from dynaflow_train.choices import Choice, Chooser, machine
 from dynaflow_train.config import environment, nearest
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.execute import OpCompiler, Runner
+from dynaflow_train.execute.compile import fresh
 from dynaflow_train.execute.graphs import UNTIL_RECORDED, CudaRecorder, Recorder
 from dynaflow_train.execute.groups import Groups
 from dynaflow_train.execute.meta import Meta
 from dynaflow_train.execute.specialise import Sizes, specialise
 from dynaflow_train.execute.symmetric import Rings
 from dynaflow_train.execute.trials import Trials
+from dynaflow_train.overlap_kernels.choice import Host
+from dynaflow_train.overlap_kernels.pool import Pool
 from dynaflow_train.overlap_kernels.registry import Registry, default_registry
 from dynaflow_train.partition.chain import chain
 from dynaflow_train.schedule.agree import agree, gather
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from dynaflow_train.config import Recipe
     from dynaflow_train.execute.exchange import Connect
     from dynaflow_train.execute.totals import Totals
-    from dynaflow_train.ir import Op, Plan, Region
+    from dynaflow_train.ir import Launch, Op, Plan, Region
     from dynaflow_train.strategies.auto import Auto
 
 
@@ -88,6 +91,7 @@ class Session:
         warned: reasons that were told already.
         streams: those that any plan used, in order of first use.
         rings: memory for collectives by copies, once a plan asked for it.
+        kernel_host: what fused kernels need, once a plan asked for one.
         totals: where the host collects gradients of parameters; None leaves them to autograd.
     """
 
@@ -102,6 +106,7 @@ class Session:
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     recorders: dict[torch.device, Recorder] = field(default_factory=dict["torch.device", Recorder])
     rings: Rings | None = None
+    kernel_host: Host | None = None
     totals: Totals | None = None
 
     def __post_init__(self) -> None:
@@ -237,9 +242,21 @@ class Session:
         if self.recipe.transfer == "group":
             return None
         if self.rings is None:
-            chunks = self.recipe.transfer_chunks
-            self.rings = Rings(device, environment(), self._ask, chunks, self._refuse)
+            self.rings = self._rings(device)
         return self.rings.connect
+
+    def _rings(self, device: torch.device) -> Rings:
+        chunks = self.recipe.transfer_chunks
+        return Rings(device, environment(), self._ask, chunks, self._refuse)
+
+    def hosted(self, device: torch.device) -> Host:
+        """What fused kernels need."""
+        if self.kernel_host is None:
+            unreachable = self._rings(device).why_not
+            strict, compile_chain = self.recipe.strict, self.compiler.chain
+            pool = Pool(device, self._ask)
+            self.kernel_host = Host(pool, unreachable, compile_chain, strict, self.warn)
+        return self.kernel_host
 
     def _ask(self, group: str, text: str) -> list[str]:
         return gather(text, **self._among(group, "transfer"))
@@ -251,17 +268,22 @@ class Session:
 
     def kernel(
         self,
-        name: str,
+        launch: Launch,
         ops: Sequence[Op],
-        inputs: list[str],
-        outputs: list[str],
+        values: tuple[list[str], list[str]],
         metas: list[Meta],
         sizes: Sizes,
-    ) -> tuple[Any, tuple[Meta, ...]]:
-        """The function of a kernel in place of `ops`, and the metas of its outputs."""
-        static = specialise(chain(ops, inputs, outputs), metas, sizes, {})
-        function = self.registry.find(name, static.graph)
-        return function, tuple(Meta.of(t) for t in static.outputs)
+        device: torch.device,
+    ) -> tuple[Any, list[tuple[Meta, bool]]]:
+        """The function of a launch's kernel in place of `ops`.
+
+        With it, of each output: its meta, and whether it has memory of its own.
+        """
+        static = specialise(chain(ops, *values), metas, sizes, {})
+        name, host = str(launch.kernel), lambda: self.hosted(device)
+        function = self.registry.find(name, static.graph, host, launch.stream)
+        found = [Meta.of(t) for t in static.outputs]
+        return function, list(zip(found, fresh(static), strict=True))
 
 
 def _group(name: str) -> dist.ProcessGroup:

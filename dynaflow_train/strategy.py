@@ -227,9 +227,11 @@ class Scheduler:
 
     def readers(self, op: ReadyOp) -> tuple[ReadyOp, ...]:
         """The ops that read what `op` makes, of the same micro-batch, ready or not."""
-        index, part = self._run(op)
-        runs = self._state.runs
-        return tuple(self._view(r) for each in self._state.readers[index] for r in runs(each, part))
+        return tuple(map(self._view, self._state.reading(self._run(op))))
+
+    def follow(self, chain: Sequence[ReadyOp]) -> tuple[ReadyOp, ...]:
+        """The ops that only wait for `chain`: a ready op, and what follows it."""
+        return tuple(map(self._view, self._state.after([self._run(op) for op in chain])))
 
     def start_ms(self, op: ReadyOp, stream: str | None = None) -> float:
         """When the ready `op` could start on `stream`, by the estimates, after what was issued."""
@@ -394,6 +396,5 @@ class Scheduler:
         return self._views.setdefault(run, view)
 
 
-def _lane(op: ReadyOp) -> str:
-    """The stream an op goes to if the strategy names none."""
+def _lane(op: ReadyOp) -> str:  # the stream of an op for which the strategy names none
     return COMM if op.is_communication else COMPUTE

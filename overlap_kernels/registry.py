@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import fx
 
 from dynaflow_train.errors import KernelError
+from dynaflow_train.overlap_kernels.dense import Fused, fused_kernels
+
+if TYPE_CHECKING:
+    from dynaflow_train.overlap_kernels.choice import Host
 
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -40,9 +44,9 @@ class Kernel(Protocol):
 class Registry:
     """Kernels by name."""
 
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: dict[str, Kernel | Fused] = field(default_factory=dict)
 
-    def add(self, kernel: Kernel) -> None:
+    def add(self, kernel: Kernel | Fused) -> None:
         """Add a kernel.
 
         Raises:
@@ -52,8 +56,20 @@ class Registry:
             raise KernelError(f"a kernel called {kernel.name!r} is registered already.")
         self.kernels[kernel.name] = kernel
 
-    def find(self, name: str, graph: fx.GraphModule) -> Function:
+    def find(
+        self,
+        name: str,
+        graph: fx.GraphModule,
+        host: Callable[[], Host] | None = None,
+        lane: str = "compute",
+    ) -> Function:
         """The function of kernel `name` for a chain.
+
+        Args:
+            name: of the kernel.
+            graph: the chain's.
+            host: what a fused kernel needs; without it there is none.
+            lane: the stream it runs on.
 
         Raises:
             KernelError: no such kernel, or it cannot run here; the message says why.
@@ -61,6 +77,10 @@ class Registry:
         if name not in self.kernels:
             raise KernelError(f"no kernel {name!r}; there are: {', '.join(sorted(self.kernels))}.")
         kernel = self.kernels[name]
+        if isinstance(kernel, Fused):
+            if host is None:
+                raise KernelError(f"kernel {name!r} needs the ranks of a compiled model.")
+            return host().bind(kernel, graph, lane)
         if (why_not := kernel.can_run(graph)) is not None:
             raise KernelError(f"kernel {name!r} cannot run here: {why_not}.")
         return kernel.bind(graph)
@@ -84,4 +104,4 @@ class Plain:
 
 def default_registry() -> Registry:
     """All kernels that come with dynaflow_train."""
-    return Registry({kernel.name: kernel for kernel in (Plain(),)})
+    return Registry({kernel.name: kernel for kernel in (Plain(), *fused_kernels())})

@@ -148,6 +148,7 @@ def try_ranks(
     timeout_s: float = RUN_TIMEOUT_S,
     grace_s: float | None = None,
     backend: str = "gloo",
+    spawn: bool = False,
 ) -> list[Outcome]:
     """Calls `fn(rank, *args)` on every rank and returns each one's outcome; raises nothing.
 
@@ -155,7 +156,8 @@ def try_ranks(
     until `timeout_s`, or `grace_s` after the first failure, and are then killed.
     """
     # A forked process cannot start CUDA once its parent has looked for devices.
-    context = _forkserver() if backend == "gloo" else multiprocessing.get_context("spawn")
+    fresh = spawn or backend != "gloo"
+    context = multiprocessing.get_context("spawn") if fresh else _forkserver()
     payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
@@ -190,14 +192,17 @@ def run_ranks(
     *args: Any,
     timeout_s: float = RUN_TIMEOUT_S,
     backend: str = "gloo",
+    spawn: bool = False,
 ) -> list[Any]:
     """Calls `fn(rank, *args)` on every rank and returns the values, by rank.
+
+    With `spawn` the processes read the environment anew, before they import anything.
 
     Raises:
         RanksFailedError: a rank raised, died or outlived `timeout_s`; holds every traceback.
     """
     outcomes = try_ranks(
-        fn, world_size, *args, timeout_s=timeout_s, grace_s=GRACE_S, backend=backend
+        fn, world_size, *args, timeout_s=timeout_s, grace_s=GRACE_S, backend=backend, spawn=spawn
     )
     if errors := [f"--- rank {o.rank} ---\n{o.error}" for o in outcomes if o.error]:
         message = f"{len(errors)} of {world_size} ranks failed\n" + "\n".join(errors)

@@ -182,17 +182,16 @@ class Builder(Communication):
 
     def _kernel(self, block: Block, launch: Launch, span: Span) -> None:
         ops = [self.region.op[name] for name in launch.ops]
-        made = {v for op in ops for v in op.outputs}
-        wanted = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in made]
+        inside = {v for op in ops for v in op.outputs}
+        wanted = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in inside]
         inputs = [self._read(v, span, block.launch, block.steps) for v in wanted]
         read = {*self.layout.readers, *self.region.outputs}
         outputs = [v for op in ops for v in op.outputs if v in read]
         known = [self.slots[s].meta for s in inputs]
-        function, metas = self.setting.kernel(
-            launch.kernel, ops, wanted, outputs, known, self._sizes(span)
-        )
-        fresh = [(value, meta, True) for value, meta in zip(outputs, metas, strict=True)]
-        slots = self._outputs(block, span, fresh, {}, inputs)
+        sizes, device = self._sizes(span), self.setting.device
+        function, found = self.setting.kernel(launch, ops, (wanted, outputs), known, sizes, device)
+        made = [(value, *each) for value, each in zip(outputs, found, strict=True)]
+        slots = self._outputs(block, span, made, {}, inputs)
         block.steps.append(p.Run(function, tuple(inputs), tuple(slots)))
         for value, slot in zip(outputs, slots, strict=True):
             if value in self.layout.merged:

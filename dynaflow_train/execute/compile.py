@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.utils import BoxedBool
@@ -100,9 +101,17 @@ class OpCompiler:
             if _storage(left) not in taken  # what came in may be dropped while parts are made
         }
         self._known[key] = CompiledOp(
-            call, tuple(Meta.of(v) for v in static.outputs), _fresh(static), copied, factors
+            call, tuple(Meta.of(v) for v in static.outputs), fresh(static), copied, factors
         )
         return self._known[key]
+
+    def chain(self, graph: fx.GraphModule) -> Function:
+        """A chain of ops with numbers for sizes, its collectives and their waits inside."""
+        if self.executor == "eager":
+            return _boxed(graph)
+        fakes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+        mode = next(f.fake_mode for f in fakes)
+        return self._inductor(Static(graph, fakes, [], mode, {}, {}))
 
     def _inductor(self, static: Static) -> Function:
         nodes = [n for n in static.graph.graph.nodes if n.op == "call_function"]
@@ -125,7 +134,11 @@ def _any_size(static: Static) -> Function:
 
 
 def _eager(static: Static) -> Function:
-    forward = static.graph.forward
+    return _boxed(static.graph)
+
+
+def _boxed(graph: fx.GraphModule) -> Function:
+    forward = graph.forward
     return lambda args: forward(*args)
 
 
@@ -133,7 +146,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _fresh(static: Static) -> tuple[bool, ...]:
+def fresh(static: Static) -> tuple[bool, ...]:
+    """For each output whether it has storage of its own: no input's, no other output's."""
     taken = [_storage(t) for t in static.inputs]
     made = [_storage(t) for t in static.outputs]
     return tuple(s not in taken and made.count(s) == 1 for s in made)

@@ -70,7 +70,7 @@ class Setting:
         symbols: the sizes of this context; batch: the symbol of the batch, or None.
         is_size: see `Sizes`.
         compiler: compiles ops.
-        kernel: (name, op, metas, sizes) -> (function, output metas), for launches with a kernel.
+        kernel: see `Session.kernel`; for launches with a kernel.
         device: where it runs.
         connect: gives memory that other ranks can read, for collectives by copies (`exchange`).
         groups: stream, name of a group -> the group that collectives there run on instead.
@@ -80,7 +80,7 @@ class Setting:
     batch: Any
     is_size: Callable[[fx.Node], bool]
     compiler: OpCompiler
-    kernel: Callable[..., tuple[Function, tuple[Meta, ...]]]
+    kernel: Callable[..., tuple[Function, list[tuple[Meta, bool]]]]
     device: torch.device
     groups: Mapping[tuple[str, str], torch.distributed.ProcessGroup]
     connect: Connect | None = None

@@ -50,7 +50,7 @@ class Rings:
         Called for the same plans in the same order on all ranks: they meet in it.
         """
         if group not in self.refused:
-            self.refused[group] = self._why_not(group)
+            self.refused[group] = self.why_not(group)
             if self.refused[group]:
                 self.refuse(f"collectives of group {group} are not copied: {self.refused[group]}")
         if self.refused[group]:
@@ -74,8 +74,8 @@ class Rings:
             )
         return lines
 
-    def _why_not(self, group: str) -> str:
-        """The same answer on all ranks."""
+    def why_not(self, group: str) -> str:
+        """Why its ranks cannot read one another's memory, or ""; the same answer on all ranks."""
         own = {"host": socket.gethostname(), "device": self.device.index, "why": self._alone()}
         heard: list[dict[str, Any]] = [json.loads(t) for t in self.ask(group, json.dumps(own))]
         for rank, each in enumerate(heard):

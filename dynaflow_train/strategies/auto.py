@@ -8,12 +8,16 @@ from functools import cached_property
 from dynaflow_train.errors import RecipeError
 from dynaflow_train.strategies.comm_overlap import CommOverlap
 from dynaflow_train.strategies.dual_batch import DualBatch
+from dynaflow_train.strategies.flux import Flux
 from dynaflow_train.strategies.named import parse
 from dynaflow_train.strategies.nanoflow import NanoFlow
 from dynaflow_train.strategies.sequential import Sequential
+from dynaflow_train.strategies.tokenweave import TokenWeave
 from dynaflow_train.strategy import Scheduler, Strategy
 
-CANDIDATES: tuple[type[Strategy], ...] = (Sequential, CommOverlap, DualBatch, NanoFlow)
+CANDIDATES: tuple[type[Strategy], ...] = (
+    Sequential, CommOverlap, DualBatch, NanoFlow, TokenWeave, Flux,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

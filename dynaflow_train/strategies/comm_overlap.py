@@ -49,12 +49,16 @@ class CommOverlap(Strategy):
         copying: set[MicroBatch | None] = set()
         while ready := self.ready(s):
             op = self.pick(s, self.free(ready, copying))
-            s.execute(self.together(op, ready), stream=self.stream(op))
+            self.issue(s, op, ready)
             if op.collective == "copy_to_host":
                 copying.add(op.micro_batch)
             elif op.kind == "compute" and not op.is_wgrad:
                 copying.clear()
         return None
+
+    def issue(self, s: Scheduler, op: ReadyOp, ready: Sequence[ReadyOp]) -> None:
+        """Launch what was picked."""
+        s.execute(self.together(op, ready), stream=self.stream(op))
 
     def free(
         self, ready: Sequence[ReadyOp], copying: Collection[MicroBatch | None]

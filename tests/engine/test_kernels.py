@@ -153,7 +153,7 @@ def test_an_unknown_kernel_is_refused_with_the_nearest(kernel):
     model = with_kernel(By(kernel), case=SMALL)
     near = "Did you mean 'plain'. " if kernel == "plane" else ""
     with pytest.raises(
-        KernelError, match=rf"no kernel '{kernel}' for \S+\. {near}There are plain\."
+        KernelError, match=rf"no kernel '{kernel}' for \S+\. {near}There are plain, all_red"
     ):
         model(*batch(SMALL, 4))
 
@@ -174,7 +174,10 @@ def test_several_ops_need_a_kernel():
 
 def test_the_registry():
     registry = default_registry()
-    assert list(registry.kernels) == ["plain"]
+    assert list(registry.kernels) == [
+        "plain", "all_reduce_rms_norm", "all_gather_matmul", "matmul_reduce_scatter",
+        "matmul_all_reduce",
+    ]  # fmt: skip
     with pytest.raises(KernelError, match="'plain' is registered already"):
         registry.add(Plain())
     with pytest.raises(KernelError, match=r"no kernel 'flux'; there are: picky, plain\."):

@@ -6,6 +6,7 @@ import pytest
 
 from dynaflow_train.errors import RecipeError, SplitError
 from dynaflow_train.report import explain
+from dynaflow_train.overlap_kernels.registry import default_registry
 from dynaflow_train.schedule.record import record
 from dynaflow_train.schedule.simulate import simulate
 from dynaflow_train.strategies import BUILT_IN, get, names
@@ -19,7 +20,7 @@ def planned(strategy, region, batch=4, sizes=None, **fields):
     """Plan and explanation; in the backward with the forward's sizes."""
     forward = sizes if region.phase == "backward" else None
     context = Context(region.phase, batch, batch * 1024, forward_sizes=forward, **fields)
-    plan = record(strategy, region, context)
+    plan = record(strategy, region, context, default_registry().kernels)
     return plan, explain(plan, region, simulate(plan, region))
 
 
@@ -43,7 +44,7 @@ def sequence_parallel(layers=LAYERS, parts=1):
 @pytest.mark.parametrize("batch", [2, 3, 5])
 def test_every_strategy_covers_every_region_the_same_way_each_time(name, make, batch):
     region, sizes = make(LAYERS), (batch // 2 + batch % 2, batch // 2)
-    if name in ("sequential", "comm_overlap", "auto"):
+    if name in ("sequential", "comm_overlap", "flux", "auto"):
         sizes = (batch,)
     plan, _ = planned(get(name), region, batch, sizes)  # record checks it
     assert plan.sizes == sizes
@@ -159,7 +160,7 @@ def test_nanoflow_takes_sizes():
         planned(get("nanoflow", sizes=[2, 1, 1]), llama_forward(LAYERS), batch=5)
 
 
-@pytest.mark.parametrize("name", ["comm_overlap", "dual_batch", "nanoflow"])
+@pytest.mark.parametrize("name", ["comm_overlap", "dual_batch", "nanoflow", "tokenweave", "flux"])
 def test_below_the_threshold_it_is_sequential_and_says_so(name):
     plan, _ = planned(get(name, min_tokens=4097), llama_forward(1))
     assert plan.streams == ("compute",)
@@ -205,6 +206,8 @@ def test_each_says_how_many_micro_batches_it_cuts_into():
         get("comm_overlap"): 1,
         get("dual_batch", micro_batches=3): 3,
         get("nanoflow"): 2,
+        get("tokenweave"): 2,
+        get("flux"): 1,
         get("nanoflow", sizes=[1, 1, 2]): 3,
     }
     assert {strategy: strategy.most_micro_batches for strategy in most} == most
