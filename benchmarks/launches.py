@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dynaflow_train as df
+from dynaflow_train import api
 from dynaflow_train.benchmarks.cases import Case
 from dynaflow_train.benchmarks.models import build
 from dynaflow_train.execute import program as p
@@ -89,7 +90,7 @@ def measure(strategy: str) -> list[tuple[str, float, int]]:
     for measured in (False, False, False, True):
         entries = [
             entry
-            for session in df.api.sessions(model)
+            for session in api.sessions(model)
             for capture in session.captures
             for runner in capture.runners
             for entry in runner.entries.values()

@@ -42,9 +42,10 @@ def read(line: str) -> Spec:
     Args:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
             thread blocks of a collective at most, `+copies` for the copy engine, `+copies=4` for as
-            many `transfer_chunks`, `+layers=4` for as many `layers_per_region`, in any order. `split_wgrad=false` keeps the gradients of
-            parameters in the ops of the activations' gradients. For an ablation: `+copied` copies
-            micro-batches' results into shared buffers, `+recompiled` compiles equal ops anew.
+            many `transfer_chunks`, `+layers=4` for as many `layers_per_region`, in any order.
+            `split_wgrad=false` keeps the gradients of parameters in the ops of the activations'
+            gradients. For an ablation: `+copied` copies micro-batches' results into shared buffers,
+            `+recompiled` compiles equal ops anew.
 
     Raises:
         RecipeError: no such strategy, parameter or ending, with the nearest that exists.
@@ -96,7 +97,8 @@ def _copies(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
 def _layers(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
     del strategy
     if not (value and value.isdecimal() and int(value)):
-        raise RecipeError(f"{line!r}: +layers=N takes a number of layers, found {value or 'none'!r}")
+        found = value or "none"
+        raise RecipeError(f"{line!r}: +layers=N takes a number of layers, found {found!r}")
     return {"layers_per_region": int(value)}
 
 

@@ -47,7 +47,7 @@ def test_endings_come_behind_parameters_and_settings():
             "dual_batch+grph",
             "no ending '+grph'. Did you mean 'graph'? There are graph, ctas, copies, layers, ",
         ),
-        ("dual_batch+", "no ending '+'. There are graph, ctas, copies, layers, copied, recompiled."),
+        ("dual_batch+", "no ending '+'. There are graph, ctas, copies, layers, copied, recom"),
         ("dual_batch+graph=1", "+graph takes no value, found '1'"),
         ("dual_batch+ctas", "+ctas=N takes a whole number of at least 1, found 'none'"),
         ("dual_batch+ctas=-2", "+ctas=N takes a whole number of at least 1, found '-2'"),

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from dynaflow_train.errors import RecipeError, SplitError
-from dynaflow_train.report import explain
 from dynaflow_train.overlap_kernels.registry import default_registry
+from dynaflow_train.report import explain
 from dynaflow_train.schedule.record import record
 from dynaflow_train.schedule.simulate import simulate
 from dynaflow_train.strategies import BUILT_IN, get, names
