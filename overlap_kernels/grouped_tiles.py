@@ -1,0 +1,232 @@
+"""Triton kernels over rows sorted by expert: rows times weights, and the weights' gradients.
+
+Expert `e` owns rows `ends[e - 1]` to `ends[e]`; `ends` is read on the device only, so that nothing
+waits for the host and a CUDA graph may hold the launch. Each program takes every `num_programs`-th
+tile: the grid's size is the number of SMs it holds. Tiles of one expert follow each other, in
+groups of rows that share weights in L2.
+
+Operands come by TMA where their strides allow, else through masked pointers. Results leave by plain
+stores where a tile ends within another expert's rows, which no descriptor can clip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expert_rows(ends: Any, experts: tl.constexpr, padded: tl.constexpr) -> Any:
+    """First and end row of each of `padded` experts; those past `experts` are empty."""
+    expert = tl.arange(0, padded)
+    row_end = tl.load(ends + tl.minimum(expert, experts - 1))
+    before = tl.minimum(expert, experts) - 1
+    return tl.load(ends + before, mask=before >= 0, other=0), row_end
+
+
+@triton.jit
+def find_tile(tile: Any, row_end: Any, tile_end: Any) -> Any:
+    """Expert of a tile, the tile's number within it, its expert's first and end row."""
+    before = tile_end <= tile
+    expert = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, tile_end, 0), 0)
+    row = tl.max(tl.where(before, row_end, 0), 0)
+    end = tl.min(tl.where(before, 2147483647, row_end), 0)
+    return expert, tile - first, row, end
+
+
+@triton.jit
+def swizzle(tile: Any, tiles_m: Any, tiles_n: Any, group: tl.constexpr) -> Any:
+    """Row and column of a tile: `group` rows of tiles share their columns before the next ones."""
+    width = group * tiles_n
+    first = tile // width * group
+    rows = tl.minimum(tiles_m - first, group)
+    return first + tile % width % rows, tile % width // rows
+
+
+@triton.jit
+def load_weight(  # noqa: PLR0913
+    w: Any,
+    expert: Any,
+    at_k: Any,
+    at_n: Any,
+    k: Any,
+    n: Any,
+    tma: tl.constexpr,
+    k_major: tl.constexpr,
+    block_k: tl.constexpr,
+    block_n: tl.constexpr,
+) -> Any:
+    """A `[block_k, block_n]` tile of an expert's weight; zeros past `k` and `n`."""
+    if tma:
+        if k_major:
+            return w.load([expert, at_n, at_k]).reshape(block_n, block_k).T
+        return w.load([expert, at_k, at_n]).reshape(block_k, block_n)
+    ks, ns = at_k + tl.arange(0, block_k), at_n + tl.arange(0, block_n)
+    base = w + expert.to(tl.int64) * k * n
+    inside = (ks < k)[:, None] & (ns < n)[None, :]
+    if k_major:
+        return tl.load(base + ns[None, :] * k + ks[:, None], mask=inside, other=0.0)
+    return tl.load(base + ks[:, None] * n + ns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_rows(  # noqa: PLR0913
+    x: Any,
+    rows: Any,
+    valid: Any,
+    row: Any,
+    at: Any,
+    width: Any,
+    tma: tl.constexpr,
+    block: tl.constexpr,
+) -> Any:
+    """A `[len(rows), block]` tile of rows; through pointers, zeros past `width` and where invalid."""
+    if tma:
+        return x.load([row, at])
+    columns = at + tl.arange(0, block)
+    inside = valid[:, None] & (columns < width)[None, :]
+    return tl.load(x + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(  # noqa: PLR0913
+    y: Any, values: Any, rows: Any, valid: Any, at: Any, n: Any, block: tl.constexpr
+) -> None:
+    """Plain masked store of a `[len(rows), block]` tile."""
+    columns = at + tl.arange(0, block)
+    inside = valid[:, None] & (columns < n)[None, :]
+    place = y + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(place, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rows_kernel(  # noqa: PLR0913
+    x: Any,
+    w: Any,
+    y: Any,
+    y_tma: Any,
+    index: Any,
+    scale: Any,
+    ends: Any,
+    k: Any,
+    n: Any,
+    experts: tl.constexpr,
+    padded: tl.constexpr,
+    x_tma: tl.constexpr,
+    w_tma: tl.constexpr,
+    y_tma_on: tl.constexpr,
+    gather: tl.constexpr,
+    scaled: tl.constexpr,
+    k_major: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+    halves: tl.constexpr,
+    flatten: tl.constexpr,
+) -> None:
+    """y[r] = scale[r] * (x[index[r]] @ w[expert of r])."""
+    row_start, row_end = expert_rows(ends, experts, padded)
+    tiles_n = tl.cdiv(n, block_n)
+    tile_end = tl.cumsum(tl.cdiv(row_end - row_start, block_m) * tiles_n, 0)
+    total = tl.max(tile_end, 0)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=flatten):
+        expert, local, first, end = find_tile(tile, row_end, tile_end)
+        tile_m, tile_n = swizzle(local, tl.cdiv(end - first, block_m), tiles_n, group)
+        row, at_n = first + tile_m * block_m, tile_n * block_n
+        rows = row + tl.arange(0, block_m)
+        valid = rows < end
+        sources = tl.load(index + rows, mask=valid, other=0) if gather else rows
+        acc = tl.zeros((block_m, block_n), tl.float32)
+        for at_k in tl.range(0, k, block_k):
+            a = load_rows(x, sources, valid, row, at_k, k, x_tma, block_k)
+            b = load_weight(w, expert, at_k, at_n, k, n, w_tma, k_major, block_k, block_n)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        if scaled:
+            acc *= tl.load(scale + rows, mask=valid, other=0.0)[:, None]
+        if halves == 1:
+            if y_tma_on:
+                if row + block_m <= end:
+                    y_tma.store([row, at_n], acc.to(y.dtype.element_ty))
+                else:
+                    store_rows(y, acc, rows, valid, at_n, n, block_n)
+            else:
+                store_rows(y, acc, rows, valid, at_n, n, block_n)
+        else:
+            half: tl.constexpr = block_n // 2
+            low, high = acc.reshape(block_m, 2, half).permute(0, 2, 1).split()
+            if y_tma_on:
+                if row + block_m <= end:
+                    y_tma.store([row, at_n], low.to(y.dtype.element_ty))
+                    y_tma.store([row, at_n + half], high.to(y.dtype.element_ty))
+                else:
+                    store_rows(y, low, rows, valid, at_n, n, half)
+                    store_rows(y, high, rows, valid, at_n + half, n, half)
+            else:
+                store_rows(y, low, rows, valid, at_n, n, half)
+                store_rows(y, high, rows, valid, at_n + half, n, half)
+
+
+@triton.jit
+def weights_kernel(  # noqa: PLR0913
+    p: Any,
+    q: Any,
+    out: Any,
+    out_tma: Any,
+    index: Any,
+    ends: Any,
+    m: Any,
+    n: Any,
+    experts: tl.constexpr,
+    tma: tl.constexpr,
+    out_tma_on: tl.constexpr,
+    p_gather: tl.constexpr,
+    q_gather: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+    flatten: tl.constexpr,
+) -> None:
+    """out[e] = sum over rows r of expert e of p[r]^T q[r]; zeros for an expert without rows.
+
+    tma clips no expert's last rows: a last partial block is masked, in registers, after the rest.
+    """
+    tiles_m, tiles_n = tl.cdiv(m, block_m), tl.cdiv(n, block_n)
+    total = experts * tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=flatten):
+        expert = tile // (tiles_m * tiles_n)
+        tile_m, tile_n = swizzle(tile % (tiles_m * tiles_n), tiles_m, tiles_n, group)
+        at_m, at_n = tile_m * block_m, tile_n * block_n
+        first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends + expert)
+        acc = tl.zeros((block_m, block_n), tl.float32)
+        if tma:
+            whole = first + (end - first) // block_k * block_k
+            for row in tl.range(first, whole, block_k):
+                acc = tl.dot(p.load([row, at_m]).T, q.load([row, at_n]), acc)
+            if whole < end:
+                valid = (whole + tl.arange(0, block_k) < end)[:, None]
+                a, b = p.load([whole, at_m]), q.load([whole, at_n])
+                a, b = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0)
+                acc = tl.dot(a.to(p.dtype).T, b.to(q.dtype), acc)
+        else:
+            for row in tl.range(first, end, block_k):
+                rows = row + tl.arange(0, block_k)
+                valid = rows < end
+                taken = rows
+                if p_gather or q_gather:
+                    taken = tl.load(index + rows, mask=valid, other=0)
+                a = load_rows(p, taken if p_gather else rows, valid, row, at_m, m, False, block_m)
+                b = load_rows(q, taken if q_gather else rows, valid, row, at_n, n, False, block_n)
+                acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        values = acc.to(out.dtype.element_ty)
+        if out_tma_on:
+            out_tma.store([expert, at_m, at_n], values.reshape(1, block_m, block_n))
+        else:
+            outs = at_m + tl.arange(0, block_m)
+            place = out + expert.to(tl.int64) * m * n
+            store_rows(place, values, outs, outs < m, at_n, n, block_n)
