@@ -50,7 +50,7 @@ HOPPER: dict[Pass, tuple[Tiling, ...]] = {
     "forward": (
         Tiling(128, 256, 64, 8, 3),
         Tiling(128, 256, 64, 8, 4, halves=2, flatten=True),
-        Tiling(128, 256, 64, 8, 3, halves=2, flatten=True, store_tma=True),
+        Tiling(128, 256, 64, 8, 4, halves=2, store_tma=True),
         Tiling(256, 128, 64, 8, 3, flatten=True),
         Tiling(128, 128, 64, 8, 4, flatten=True),
     ),
@@ -61,6 +61,7 @@ HOPPER: dict[Pass, tuple[Tiling, ...]] = {
     ),
 }
 HOPPER["dgrad"] = HOPPER["forward"]
+ODD = Tiling(128, 128, 64, 8, 3)  # for rows that no descriptor can hold
 FULL = Tiling(64, 64, 32, 4, 2)  # fp32 multiplies without tensor cores, exactly
 SMALL = Tiling(16, 32, 16, 4, 2)  # the interpreter's time goes by the number of its operations
 
@@ -160,8 +161,8 @@ def multiply_rows(
         ends,
         k,
         n,
-        experts=experts,
-        padded=triton.next_power_of_2(experts),
+        experts,
+        padded=max(64, triton.next_power_of_2(experts)),  # few sizes: few kernels to compile
         x_tma=x_tma is not x,
         w_tma=w_tma is not dense,
         y_tma_on=tiling.store_tma and y_tma is not y,
@@ -207,7 +208,7 @@ def multiply_columns(
         ends,
         m,
         n,
-        experts=experts,
+        experts,
         tma=tma,
         out_tma_on=tiling.store_tma and out_tma is not out,
         p_gather=index[0] is not None,
@@ -245,8 +246,9 @@ def candidates(name: Pass, dtype: torch.dtype, *widths: int) -> list[Choice]:
         return [SMALL]
     if dtype == torch.float32:
         return [FULL]
-    own: list[Choice] = [*HOPPER[name]]
-    return own + ["torch"] * (dtype == torch.bfloat16 and not any(width % 8 for width in widths))
+    if any(width % 8 for width in widths):
+        return [ODD]
+    return [*HOPPER[name], *(["torch"] if dtype == torch.bfloat16 else [])]
 
 
 def timed(step: Callable[[], object]) -> float:

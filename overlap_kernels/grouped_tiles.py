@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def expert_rows(ends: Any, experts: tl.constexpr, padded: tl.constexpr) -> Any:
+def expert_rows(ends: tl.tensor, experts: tl.tensor, padded: tl.constexpr) -> Any:
     """First and end row of each of `padded` experts; those past `experts` are empty."""
     expert = tl.arange(0, padded)
     row_end = tl.load(ends + tl.minimum(expert, experts - 1))
@@ -27,7 +27,7 @@ def expert_rows(ends: Any, experts: tl.constexpr, padded: tl.constexpr) -> Any:
 
 
 @triton.jit
-def find_tile(tile: Any, row_end: Any, tile_end: Any) -> Any:
+def find_tile(tile: tl.tensor, row_end: tl.tensor, tile_end: tl.tensor) -> Any:
     """Expert of a tile, the tile's number within it, its expert's first and end row."""
     before = tile_end <= tile
     expert = tl.sum(before.to(tl.int32), 0)
@@ -38,7 +38,7 @@ def find_tile(tile: Any, row_end: Any, tile_end: Any) -> Any:
 
 
 @triton.jit
-def swizzle(tile: Any, tiles_m: Any, tiles_n: Any, group: tl.constexpr) -> Any:
+def swizzle(tile: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, group: tl.constexpr) -> Any:
     """Row and column of a tile: `group` rows of tiles share their columns before the next ones."""
     width = group * tiles_n
     first = tile // width * group
@@ -48,52 +48,56 @@ def swizzle(tile: Any, tiles_m: Any, tiles_n: Any, group: tl.constexpr) -> Any:
 
 @triton.jit
 def load_weight(  # noqa: PLR0913
-    w: Any,
-    expert: Any,
-    at_k: Any,
-    at_n: Any,
-    k: Any,
-    n: Any,
+    w: tl.tensor,
+    expert: tl.tensor,
+    at_k: tl.tensor,
+    at_n: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
     tma: tl.constexpr,
     k_major: tl.constexpr,
     block_k: tl.constexpr,
     block_n: tl.constexpr,
 ) -> Any:
     """A `[block_k, block_n]` tile of an expert's weight; zeros past `k` and `n`."""
-    if tma:
-        if k_major:
-            return w.load([expert, at_n, at_k]).reshape(block_n, block_k).T
-        return w.load([expert, at_k, at_n]).reshape(block_k, block_n)
-    ks, ns = at_k + tl.arange(0, block_k), at_n + tl.arange(0, block_n)
-    base = w + expert.to(tl.int64) * k * n
-    inside = (ks < k)[:, None] & (ns < n)[None, :]
-    if k_major:
-        return tl.load(base + ns[None, :] * k + ks[:, None], mask=inside, other=0.0)
-    return tl.load(base + ks[:, None] * n + ns[None, :], mask=inside, other=0.0)
+    if tma and k_major:
+        tile = w.load([expert, at_n, at_k]).reshape(block_n, block_k).T
+    elif tma:
+        tile = w.load([expert, at_k, at_n]).reshape(block_k, block_n)
+    else:
+        ks, ns = at_k + tl.arange(0, block_k), at_n + tl.arange(0, block_n)
+        base = w + expert.to(tl.int64) * k * n
+        inside = (ks < k)[:, None] & (ns < n)[None, :]
+        place = ns[None, :] * k + ks[:, None] if k_major else ks[:, None] * n + ns[None, :]
+        tile = tl.load(base + place, mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit
 def load_rows(  # noqa: PLR0913
-    x: Any,
-    rows: Any,
-    valid: Any,
-    row: Any,
-    at: Any,
-    width: Any,
+    x: tl.tensor,
+    rows: tl.tensor,
+    valid: tl.tensor,
+    row: tl.tensor,
+    at: tl.tensor,
+    width: tl.tensor,
     tma: tl.constexpr,
     block: tl.constexpr,
 ) -> Any:
     """A `[len(rows), block]` tile of rows; through pointers, zeros past `width` and where invalid."""
     if tma:
-        return x.load([row, at])
-    columns = at + tl.arange(0, block)
-    inside = valid[:, None] & (columns < width)[None, :]
-    return tl.load(x + rows.to(tl.int64)[:, None] * width + columns[None, :], mask=inside, other=0.0)
+        tile = x.load([row, at])
+    else:
+        columns = at + tl.arange(0, block)
+        inside = valid[:, None] & (columns < width)[None, :]
+        place = x + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tile = tl.load(place, mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit
 def store_rows(  # noqa: PLR0913
-    y: Any, values: Any, rows: Any, valid: Any, at: Any, n: Any, block: tl.constexpr
+    y: tl.tensor, values: tl.tensor, rows: tl.tensor, valid: tl.tensor, at: tl.tensor, n: tl.tensor, block: tl.constexpr
 ) -> None:
     """Plain masked store of a `[len(rows), block]` tile."""
     columns = at + tl.arange(0, block)
@@ -102,18 +106,18 @@ def store_rows(  # noqa: PLR0913
     tl.store(place, values.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def rows_kernel(  # noqa: PLR0913
-    x: Any,
-    w: Any,
-    y: Any,
-    y_tma: Any,
-    index: Any,
-    scale: Any,
-    ends: Any,
-    k: Any,
-    n: Any,
-    experts: tl.constexpr,
+    x: tl.tensor,
+    w: tl.tensor,
+    y: tl.tensor,
+    y_tma: tl.tensor,
+    index: tl.tensor,
+    scale: tl.tensor,
+    ends: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
+    experts: tl.tensor,
     padded: tl.constexpr,
     x_tma: tl.constexpr,
     w_tma: tl.constexpr,
@@ -170,17 +174,17 @@ def rows_kernel(  # noqa: PLR0913
                 store_rows(y, high, rows, valid, at_n + half, n, half)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def weights_kernel(  # noqa: PLR0913
-    p: Any,
-    q: Any,
-    out: Any,
-    out_tma: Any,
-    index: Any,
-    ends: Any,
-    m: Any,
-    n: Any,
-    experts: tl.constexpr,
+    p: tl.tensor,
+    q: tl.tensor,
+    out: tl.tensor,
+    out_tma: tl.tensor,
+    index: tl.tensor,
+    ends: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    experts: tl.tensor,
     tma: tl.constexpr,
     out_tma_on: tl.constexpr,
     p_gather: tl.constexpr,
@@ -207,12 +211,13 @@ def weights_kernel(  # noqa: PLR0913
         if tma:
             whole = first + (end - first) // block_k * block_k
             for row in tl.range(first, whole, block_k):
-                acc = tl.dot(p.load([row, at_m]).T, q.load([row, at_n]), acc)
+                a, b = p.load([row, at_m]), q.load([row, at_n])
+                acc = tl.dot(a.T, b, acc, input_precision="ieee")
             if whole < end:
                 valid = (whole + tl.arange(0, block_k) < end)[:, None]
                 a, b = p.load([whole, at_m]), q.load([whole, at_n])
                 a, b = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0)
-                acc = tl.dot(a.to(p.dtype).T, b.to(q.dtype), acc)
+                acc = tl.dot(a.to(p.dtype).T, b.to(q.dtype), acc, input_precision="ieee")
         else:
             for row in tl.range(first, end, block_k):
                 rows = row + tl.arange(0, block_k)
