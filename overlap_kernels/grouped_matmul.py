@@ -162,7 +162,7 @@ def multiply_rows(
         k,
         n,
         experts,
-        padded=max(64, triton.next_power_of_2(experts)),  # few sizes: few kernels to compile
+        padded=max(128, triton.next_power_of_2(experts)),  # few sizes: few kernels to compile
         x_tma=x_tma is not x,
         w_tma=w_tma is not dense,
         y_tma_on=tiling.store_tma and y_tma is not y,
