@@ -1,3 +1,4 @@
+# pyright: basic, reportArgumentType=false, reportIndexIssue=false
 """Grouped matmul on one GPU: right on random shapes, in a graph, after 10,000 runs; then its times.
 
 python -m dynaflow_train.benchmarks.grouped --out grouped.json
@@ -99,7 +100,7 @@ def three(multiply, x, weight, ends, dy):
 
 
 def differences(found, x, weight, ends, dy):
-    """By pass: (norm of error, largest error), ours and of torch in the same dtype, and the slack."""
+    """By pass: whether it is right, errors of ours and of torch in the same dtype: norm, largest."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     truth = three(gm.reference, x.to(wide), weight.to(wide), ends, dy.to(wide))
     plain = three(gm.reference, x, weight, ends, dy)
@@ -186,6 +187,7 @@ def repeated(device, times):
     operands = tensors(case, device)
     multiply = functools.partial(gm.grouped_matmul, given=case.choices(device))
     start, first = time.perf_counter(), three(multiply, *operands)
+    found = first
     differ = torch.zeros((), device=device, dtype=torch.int64)
     for place in range(times):
         found = three(multiply, *operands)
@@ -254,7 +256,9 @@ def label(choice):
     if choice == "torch":
         return choice
     more = f"{'f' * choice.flatten}{'t' * choice.store_tma}{'h' * (choice.halves == 2)}"
-    return f"{choice.block_m}x{choice.block_n}x{choice.block_k}w{choice.warps}s{choice.stages}{more}"
+    return (
+        f"{choice.block_m}x{choice.block_n}x{choice.block_k}w{choice.warps}s{choice.stages}{more}"
+    )
 
 
 def one_problem(problem, skewed, device, options):
@@ -300,7 +304,7 @@ def write(out, rows, said):
 
 def main() -> int:
     """Checks, then times; 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--few", action="store_true", help="few shapes, no times: for memcheck")
     parser.add_argument("--shapes", type=int, help="random shapes (240; few or cpu: 12)")
@@ -320,7 +324,9 @@ def main() -> int:
     wrong = random_shapes(random_cases(options.shapes or (12 if tiny else 240), device), device)
     wrong += in_graph(device) if device.type == "cuda" else 0
     wrong += repeated(device, options.repetitions or (10 if tiny else 10_000))
-    print(f"{'WRONG' if wrong else 'all right'} after {time.perf_counter() - start:.0f} s", flush=True)
+    print(
+        f"{'WRONG' if wrong else 'all right'} after {time.perf_counter() - start:.0f} s", flush=True
+    )
     rows = []
     for problem in problems([] if options.few else options.models, device):
         for skewed in (False, True):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import triton
@@ -19,6 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dynaflow_train.errors import KernelError
 from dynaflow_train.overlap_kernels import grouped_tiles as tiles
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 Pass = Literal["forward", "dgrad", "wgrad"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRIALS = 5  # timed runs of a candidate at a shape's first use
@@ -26,7 +28,7 @@ TRIALS = 5  # timed runs of a candidate at a shape's first use
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its output: tile, warps, buffers in flight, epilogue in one or two pieces."""
+    """How a kernel cuts its output: tile, warps, buffers in flight, pieces of the epilogue."""
 
     block_m: int
     block_n: int
@@ -68,7 +70,8 @@ SMALL = Tiling(16, 32, 16, 4, 2)  # the interpreter's time goes by the number of
 
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    knobs: Any = triton.knobs  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(knobs.runtime.interpret)
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ def describe(tensor: torch.Tensor, *block: int) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
-def multiply_rows(
+def multiply_rows(  # noqa: PLR0913
     x: torch.Tensor,
     weight: torch.Tensor,
     ends: torch.Tensor,
@@ -151,7 +154,8 @@ def multiply_rows(
     half = (tiling.block_m, tiling.block_n // tiling.halves)
     w_tma, y_tma = describe(dense, 1, *shape), describe(y, *half)
     x_tma = x if index is not None else describe(x, tiling.block_m, tiling.block_k)
-    tiles.rows_kernel[(sms,)](
+    kernel: Any = tiles.rows_kernel
+    kernel[(sms,)](
         x_tma,
         w_tma,
         y,
@@ -199,7 +203,8 @@ def multiply_columns(
     indirect = index[0] is not None or index[1] is not None
     tma = by_tma(p) and by_tma(q) and not indirect and min(p.shape[0], q.shape[0]) > 0
     out_tma = describe(out, 1, tiling.block_m, tiling.block_n)
-    tiles.weights_kernel[(sms,)](
+    kernel: Any = tiles.weights_kernel
+    kernel[(sms,)](
         describe(p, tiling.block_k, tiling.block_m) if tma else p,
         describe(q, tiling.block_k, tiling.block_n) if tma else q,
         out,
@@ -230,7 +235,7 @@ def by_torch(name: Pass, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, s
             torch._C._set_sm_carveout_experimental(None)
 
 
-def run(  # noqa: PLR0913
+def run(
     name: Pass, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, choice: Choice, sms: int
 ) -> torch.Tensor:
     """One pass of one choice: rows times weights, or columns times columns."""
@@ -264,7 +269,7 @@ def timed(step: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def measured(  # noqa: PLR0913
+def measured(
     name: Pass,
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -272,7 +277,7 @@ def measured(  # noqa: PLR0913
     sms: int,
     device: torch.device,
 ) -> dict[Choice, float]:
-    """ms of every candidate on random rows, spread evenly over the experts; tried once a shape.
+    """Times in ms of every candidate, on random rows spread evenly over the experts.
 
     Args:
         name: the pass.
@@ -347,8 +352,10 @@ class GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """dY W^T by rows; the weight's gradient in the weight's own layout."""
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> Any:
+        """Gradients: dY W^T by rows; the weight's gradient in the weight's own layout."""
         x, weight, ends = ctx.saved_tensors
         dy, dx, dw = gradients[0].contiguous(), None, None
         if ctx.needs_input_grad[0]:

@@ -1,3 +1,5 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """Triton kernels over rows sorted by expert: rows times weights, and the weights' gradients.
 
 Expert `e` owns rows `ends[e - 1]` to `ends[e]`; `ends` is read on the device only, so that nothing
@@ -84,7 +86,7 @@ def load_rows(  # noqa: PLR0913
     tma: tl.constexpr,
     block: tl.constexpr,
 ) -> Any:
-    """A `[len(rows), block]` tile of rows; through pointers, zeros past `width` and where invalid."""
+    """A `[len(rows), block]` tile of rows; by pointers, zeros past `width` and where invalid."""
     if tma:
         tile = x.load([row, at])
     else:
@@ -97,13 +99,41 @@ def load_rows(  # noqa: PLR0913
 
 @triton.jit
 def store_rows(  # noqa: PLR0913
-    y: tl.tensor, values: tl.tensor, rows: tl.tensor, valid: tl.tensor, at: tl.tensor, n: tl.tensor, block: tl.constexpr
+    y: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,
+    valid: tl.tensor,
+    at: tl.tensor,
+    n: tl.tensor,
+    block: tl.constexpr,
 ) -> None:
     """Plain masked store of a `[len(rows), block]` tile."""
     columns = at + tl.arange(0, block)
     inside = valid[:, None] & (columns < n)[None, :]
     place = y + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(place, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_part(  # noqa: PLR0913
+    y: tl.tensor,
+    y_tma: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,
+    row: tl.tensor,
+    end: tl.tensor,
+    at: tl.tensor,
+    n: tl.tensor,
+    tma: tl.constexpr,
+) -> None:
+    """Store a tile whose first row is `row`, by TMA where wanted and all rows are the expert's."""
+    if tma:
+        if row + values.shape[0] <= end:
+            y_tma.store([row, at], values.to(y.dtype.element_ty))
+        else:
+            store_rows(y, values, rows, rows < end, at, n, values.shape[1])
+    else:
+        store_rows(y, values, rows, rows < end, at, n, values.shape[1])
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -152,26 +182,11 @@ def rows_kernel(  # noqa: PLR0913
         if scaled:
             acc *= tl.load(scale + rows, mask=valid, other=0.0)[:, None]
         if halves == 1:
-            if y_tma_on:
-                if row + block_m <= end:
-                    y_tma.store([row, at_n], acc.to(y.dtype.element_ty))
-                else:
-                    store_rows(y, acc, rows, valid, at_n, n, block_n)
-            else:
-                store_rows(y, acc, rows, valid, at_n, n, block_n)
+            store_part(y, y_tma, acc, rows, row, end, at_n, n, y_tma_on)
         else:
-            half: tl.constexpr = block_n // 2
-            low, high = acc.reshape(block_m, 2, half).permute(0, 2, 1).split()
-            if y_tma_on:
-                if row + block_m <= end:
-                    y_tma.store([row, at_n], low.to(y.dtype.element_ty))
-                    y_tma.store([row, at_n + half], high.to(y.dtype.element_ty))
-                else:
-                    store_rows(y, low, rows, valid, at_n, n, half)
-                    store_rows(y, high, rows, valid, at_n + half, n, half)
-            else:
-                store_rows(y, low, rows, valid, at_n, n, half)
-                store_rows(y, high, rows, valid, at_n + half, n, half)
+            low, high = acc.reshape(block_m, 2, block_n // 2).permute(0, 2, 1).split()
+            store_part(y, y_tma, low, rows, row, end, at_n, n, y_tma_on)
+            store_part(y, y_tma, high, rows, row, end, at_n + block_n // 2, n, y_tma_on)
 
 
 @triton.jit(do_not_specialize=["experts"])

@@ -44,7 +44,9 @@ def compile_kernel(kernel, signature, constants, **options):
         path = Path(folder, "kernel.cubin")
         path.write_bytes(made.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        )
     usage = said.stdout + said.stderr
     registers, local = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "LOCAL"))
     return Compiled(made.asm["ptx"], made.metadata.shared, registers, local)
