@@ -100,7 +100,7 @@ def three(multiply, x, weight, ends, dy):
 
 
 def differences(found, x, weight, ends, dy):
-    """By pass: whether it is right, errors of ours and of torch in the same dtype: norm, largest."""
+    """By pass: whether it is right, errors of ours and of torch in this dtype: norm, largest."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     truth = three(gm.reference, x.to(wide), weight.to(wide), ends, dy.to(wide))
     plain = three(gm.reference, x, weight, ends, dy)
