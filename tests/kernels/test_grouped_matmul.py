@@ -92,8 +92,8 @@ def columns(tiling, kind="bf16", tma=True):
 def build(kernel, given, constants, tiling, multiples):
     options = tiling.options()
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
-    constants = {name: value for name, value in {**constants, **options}.items()}
-    constants = {name: value for name, value in constants.items() if name not in given}
+    every = {**constants, **options}
+    constants = {name: value for name, value in every.items() if name not in given}
     return compile_kernel(kernel, given, constants, multiples=multiples, **launch)
 
 
