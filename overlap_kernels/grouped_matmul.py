@@ -122,16 +122,15 @@ def describe(tensor: torch.Tensor, *block: int) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
-def multiply_rows(  # noqa: PLR0913
+def multiply_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
     ends: torch.Tensor,
     tiling: Tiling,
     sms: int,
     index: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`y[r] = scale[r] * (x[index[r]] @ weight[expert of r])`, by Triton; no autograd.
+    """`y[r] = x[index[r]] @ weight[expert of r]`, by Triton; no autograd.
 
     Args:
         x: [rows, K], or [tokens, K] with `index`; dense.
@@ -140,7 +139,6 @@ def multiply_rows(  # noqa: PLR0913
         tiling: the cut.
         sms: programs in the grid.
         index: int32 [rows], the row of `x` that a row takes; None: its own.
-        scale: fp32 [rows]; None: ones.
     """
     x = x.contiguous()
     experts, k, n = weight.shape
@@ -161,7 +159,6 @@ def multiply_rows(  # noqa: PLR0913
         y,
         y_tma,
         index,
-        scale,
         ends,
         k,
         n,
@@ -171,7 +168,6 @@ def multiply_rows(  # noqa: PLR0913
         w_tma=w_tma is not dense,
         y_tma_on=tiling.store_tma and y_tma is not y,
         gather=index is not None,
-        scaled=scale is not None,
         k_major=k_major,
         halves=tiling.halves,
         **tiling.options(),

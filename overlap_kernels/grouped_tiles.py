@@ -143,7 +143,6 @@ def rows_kernel(  # noqa: PLR0913
     y: tl.tensor,
     y_tma: tl.tensor,
     index: tl.tensor,
-    scale: tl.tensor,
     ends: tl.tensor,
     k: tl.tensor,
     n: tl.tensor,
@@ -153,7 +152,6 @@ def rows_kernel(  # noqa: PLR0913
     w_tma: tl.constexpr,
     y_tma_on: tl.constexpr,
     gather: tl.constexpr,
-    scaled: tl.constexpr,
     k_major: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -162,7 +160,7 @@ def rows_kernel(  # noqa: PLR0913
     halves: tl.constexpr,
     flatten: tl.constexpr,
 ) -> None:
-    """y[r] = scale[r] * (x[index[r]] @ w[expert of r])."""
+    """y[r] = x[index[r]] @ w[expert of r]."""
     row_start, row_end = expert_rows(ends, experts, padded)
     tiles_n = tl.cdiv(n, block_n)
     tile_end = tl.cumsum(tl.cdiv(row_end - row_start, block_m) * tiles_n, 0)
@@ -179,8 +177,6 @@ def rows_kernel(  # noqa: PLR0913
             a = load_rows(x, sources, valid, row, at_k, k, x_tma, block_k)
             b = load_weight(w, expert, at_k, at_n, k, n, w_tma, k_major, block_k, block_n)
             acc = tl.dot(a, b, acc, input_precision="ieee")
-        if scaled:
-            acc *= tl.load(scale + rows, mask=valid, other=0.0)[:, None]
         if halves == 1:
             store_part(y, y_tma, acc, rows, row, end, at_n, n, y_tma_on)
         else:

@@ -62,13 +62,12 @@ def rows(tiling, k_major, kind="bf16", tma=True, gather=False):
         "w": f"tensordesc<{kind}[1,{weight[0]},{weight[1]}]>" if tma else f"*{kind}",
         "y": f"*{kind}", "ends": "*i32", "k": "i32", "n": "i32", "experts": "i32",
     }  # fmt: skip
-    given |= {"index": "*i32", "scale": "*fp32"} if gather else {}
+    given |= {"index": "*i32"} if gather else {}
     half = tiling.block_n // tiling.halves
     given |= {"y_tma": f"tensordesc<{kind}[{tiling.block_m},{half}]>"} if y_tma else {}
     constants = {
         "padded": 128, "x_tma": x_tma, "w_tma": tma, "y_tma_on": y_tma, "gather": gather,
-        "scaled": gather, "k_major": k_major, "halves": tiling.halves, "y_tma": None,
-        "index": None, "scale": None,
+        "k_major": k_major, "halves": tiling.halves, "y_tma": None, "index": None,
     }  # fmt: skip
     return build(grouped_tiles.rows_kernel, given, constants, tiling, ("k", "n") if tma else ())
 

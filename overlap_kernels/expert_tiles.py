@@ -1,0 +1,297 @@
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+"""Triton kernels that move tokens and multiply by experts at once, on one rank or several.
+
+After Comet (arXiv 2502.19811): programs that move tokens and programs that multiply run side by
+side in one kernel and meet at flags. Dispatch is cut by rows: a tile of rows is multiplied as soon
+as its rows are here. Combine is cut by columns: when all experts are through with a group of
+columns, each token's sum over its experts can be made of them.
+
+A program waits only for programs of lower number, or for other ranks, so that it makes no
+difference how many run at a time. What a flag covers is written by plain stores and read by plain
+loads: TMA is not ordered by flags.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from dynaflow_train.overlap_kernels.grouped_tiles import (
+    expert_rows,
+    find_tile,
+    load_rows,
+    load_weight,
+    store_rows,
+    swizzle,
+)
+
+
+@triton.jit
+def wait_for(
+    flag: tl.tensor, least: tl.tensor, state: tl.tensor, host: tl.tensor, peer: Any, limit: Any
+) -> None:
+    """Spin until the flag is `least` or more; after `limit` give up and tell the host who."""
+    left = tl.where(tl.load(state) == 0, limit, 0)
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen < least) & (left > 0):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        left -= 1
+    if seen < least:
+        tl.store(state, 1)
+        tl.store(host, peer + 1)
+
+
+@triton.jit
+def product(  # noqa: PLR0913
+    x: tl.tensor,
+    w: tl.tensor,
+    rows: tl.tensor,
+    valid: tl.tensor,
+    expert: tl.tensor,
+    at_n: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
+    w_tma: tl.constexpr,
+    k_major: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+) -> Any:
+    """Rows times one tile of their expert's columns, rows through pointers."""
+    acc = tl.zeros((block_m, block_n), tl.float32)
+    for at_k in tl.range(0, k, block_k):
+        a = load_rows(x, rows, valid, 0, at_k, k, False, block_k)
+        b = load_weight(w, expert, at_k, at_n, k, n, w_tma, k_major, block_k, block_n)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def copy_rows(  # noqa: PLR0913
+    peers: tl.tensor,
+    staged: tl.tensor,
+    source: tl.tensor,
+    rows: tl.tensor,
+    valid: tl.tensor,
+    tokens: tl.tensor,
+    k: tl.tensor,
+    block: tl.constexpr,
+) -> None:
+    """Rows from wherever their tokens are (`rank * tokens + token`) into `staged`."""
+    origin = tl.load(source + rows, mask=valid, other=0)
+    base = tl.load(peers + origin // tokens).to(staged.dtype)
+    place = tl.multiple_of(base, 16) + (origin % tokens).to(tl.int64) * k
+    for at in tl.range(0, k, block):
+        columns = at + tl.arange(0, block)
+        inside = valid[:, None] & (columns < k)[None, :]
+        values = tl.load(place[:, None] + columns[None, :], mask=inside, other=0.0)
+        store_rows(staged, values, rows, valid, at, k, block)
+
+
+@triton.jit(do_not_specialize=["experts", "tokens", "limit", "copiers", "rank"])
+def dispatch_kernel(  # noqa: PLR0913
+    peers: tl.tensor,
+    staged: tl.tensor,
+    source: tl.tensor,
+    w: tl.tensor,
+    y: tl.tensor,
+    ends: tl.tensor,
+    arrived: tl.tensor,
+    state: tl.tensor,
+    host: tl.tensor,
+    limit: tl.tensor,
+    tokens: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
+    experts: tl.tensor,
+    copiers: tl.tensor,
+    rank: tl.tensor,
+    padded: tl.constexpr,
+    w_tma: tl.constexpr,
+    k_major: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    block_r: tl.constexpr,
+    block_c: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """y[r] = staged[r] @ w[expert of r], with staged[r] fetched beside it, by the first programs.
+
+    `arrived` [tiles of rows], zeros at the start, counts the parts of each tile that are here.
+    """
+    row_start, row_end = expert_rows(ends, experts, padded)
+    tiles_end = tl.cumsum(tl.cdiv(row_end - row_start, block_m), 0)
+    tiles_n = tl.cdiv(n, block_n)
+    parts: tl.constexpr = block_m // block_r
+    program = tl.program_id(0)
+    if program < copiers:
+        for part in tl.range(program, tl.max(tiles_end, 0) * parts, copiers):
+            expert, tile, first, end = find_tile(part // parts, row_end, tiles_end)
+            row = first + tile * block_m + part % parts * block_r
+            rows = row + tl.arange(0, block_r)
+            copy_rows(peers, staged, source, rows, rows < end, tokens, k, block_c)
+            tl.debug_barrier()  # every thread's stores come before the one thread's release
+            tl.atomic_add(arrived + part // parts, 1, sem="release", scope="gpu")
+    else:
+        total = tl.max(tiles_end, 0) * tiles_n
+        for at in tl.range(program - copiers, total, tl.num_programs(0) - copiers):
+            expert, local, first, end = find_tile(at, row_end, tiles_end * tiles_n)
+            tile_m, tile_n = swizzle(local, tl.cdiv(end - first, block_m), tiles_n, group)
+            before = (at - local) // tiles_n
+            wait_for(arrived + before + tile_m, parts, state, host, rank, limit)
+            rows = first + tile_m * block_m + tl.arange(0, block_m)
+            valid, at_n = rows < end, tile_n * block_n
+            acc = product(
+                staged, w, rows, valid, expert, at_n, k, n, w_tma, k_major, block_m, block_n,
+                block_k,
+            )  # fmt: skip
+            store_rows(y, acc, rows, valid, at_n, n, block_n)
+
+
+@triton.jit
+def weighted_sum(  # noqa: PLR0913
+    y: tl.tensor,
+    positions: tl.tensor,
+    weights: tl.tensor,
+    token: tl.tensor,
+    live: tl.tensor,
+    columns: tl.tensor,
+    n: tl.tensor,
+    top: tl.constexpr,
+    weighted: tl.constexpr,
+    block_t: tl.constexpr,
+    block_c: tl.constexpr,
+) -> Any:
+    """Sum over a token's experts in their order, in fp32; experts of other ranks have row -1."""
+    total = tl.zeros((block_t, block_c), tl.float32)
+    for which in tl.static_range(top):
+        row = tl.load(positions + token * top + which, mask=live, other=-1)
+        inside = (row >= 0)[:, None] & (columns < n)[None, :]
+        place = y + row.to(tl.int64)[:, None] * n + columns[None, :]
+        values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if weighted:
+            values *= tl.load(weights + token * top + which, mask=live, other=0.0)[:, None]
+        total += values
+    return total
+
+
+@triton.jit(do_not_specialize=["experts", "tokens", "limit", "makers", "senders", "rank"])
+def combine_kernel(  # noqa: PLR0913
+    x: tl.tensor,
+    w: tl.tensor,
+    y: tl.tensor,
+    ends: tl.tensor,
+    positions: tl.tensor,
+    weights: tl.tensor,
+    slots: tl.tensor,
+    flags: tl.tensor,
+    out: tl.tensor,
+    counts: tl.tensor,
+    epoch: tl.tensor,
+    state: tl.tensor,
+    host: tl.tensor,
+    limit: tl.tensor,
+    tokens: tl.tensor,
+    rank: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
+    experts: tl.tensor,
+    makers: tl.tensor,
+    senders: tl.tensor,
+    padded: tl.constexpr,
+    w_tma: tl.constexpr,
+    k_major: tl.constexpr,
+    weighted: tl.constexpr,
+    top: tl.constexpr,
+    world: tl.constexpr,
+    flags_a_rank: tl.constexpr,
+    wide: tl.constexpr,
+    block_t: tl.constexpr,
+    block_c: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """out[t] = sum over k of weights[t, k] * (x @ w)[positions[t, k]], over all ranks' experts.
+
+    The first `makers` programs multiply, `wide` tiles of columns at a time over all experts. The
+    next `senders` add each token's rows of such a group and, with other ranks, store the sum in
+    its owner's slot for this rank. The rest, of other ranks' sums, add in the order of ranks.
+    `counts` [(1 + world) * groups of columns], zeros at the start.
+    """
+    row_start, row_end = expert_rows(ends, experts, padded)
+    tiles_end = tl.cumsum(tl.cdiv(row_end - row_start, block_m), 0)
+    tiles_m, tiles_n = tl.max(tiles_end, 0), tl.cdiv(n, block_n)
+    groups = tl.cdiv(tiles_n, wide)
+    blocks_t = tl.cdiv(tokens, block_t)
+    parts: tl.constexpr = wide * block_n // block_c
+    program = tl.program_id(0)
+    if program < makers:
+        for at in tl.range(program, tiles_m * tiles_n, makers):
+            which = at // tl.maximum(tiles_m * wide, 1)
+            width = tl.minimum(wide, tiles_n - which * wide)
+            expert, local, first, end = find_tile(
+                at - which * tiles_m * wide, row_end, tiles_end * width
+            )
+            tile_m, tile_n = swizzle(local, tl.cdiv(end - first, block_m), width, group)
+            rows = first + tile_m * block_m + tl.arange(0, block_m)
+            valid, at_n = rows < end, (which * wide + tile_n) * block_n
+            acc = product(
+                x, w, rows, valid, expert, at_n, k, n, w_tma, k_major, block_m, block_n, block_k
+            )
+            store_rows(y, acc, rows, valid, at_n, n, block_n)
+            tl.debug_barrier()
+            tl.atomic_add(counts + which, 1, sem="release", scope="gpu")
+    elif program < makers + senders:
+        for task in tl.range(program - makers, groups * world * blocks_t, senders):
+            which, rest = task // (world * blocks_t), task % (world * blocks_t)
+            owner, block = (rank + 1 + rest // blocks_t) % world, rest % blocks_t
+            width = tl.minimum(wide, tiles_n - which * wide)
+            wait_for(counts + which, tiles_m * width, state, host, rank, limit)
+            token = block * block_t + tl.arange(0, block_t)
+            live = token < tokens
+            if world == 1:
+                target = out
+            else:
+                theirs = tl.multiple_of(tl.load(slots + owner).to(out.dtype), 16)
+                target = theirs + rank.to(tl.int64) * tokens * n
+            for part in tl.range(0, parts):
+                at_n = which * wide * block_n + part * block_c
+                total = weighted_sum(
+                    y, positions, weights, owner * tokens + token, live,
+                    at_n + tl.arange(0, block_c), n, top, weighted, block_t, block_c,
+                )  # fmt: skip
+                store_rows(target, total, token, live, at_n, n, block_c)
+            if world > 1:
+                tl.debug_barrier()
+                sent = counts + groups + owner * groups + which
+                if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == blocks_t - 1:
+                    flag = tl.load(flags + owner).to(tl.pointer_type(tl.int32))
+                    flag += rank * flags_a_rank + which
+                    tl.atomic_xchg(flag, tl.load(epoch) + 1, sem="release", scope="sys")
+    elif world > 1:
+        others = tl.num_programs(0) - makers - senders
+        for task in tl.range(program - makers - senders, groups * blocks_t, others):
+            which, block = task // blocks_t, task % blocks_t
+            token = block * block_t + tl.arange(0, block_t)
+            live = token < tokens
+            own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+            own = tl.multiple_of(tl.load(slots + rank).to(out.dtype), 16)
+            for source in tl.static_range(world):
+                flag = own_flags + source * flags_a_rank + which
+                wait_for(flag, tl.load(epoch) + 1, state, host, source, limit)
+            for part in tl.range(0, parts):
+                at_n = which * wide * block_n + part * block_c
+                columns = at_n + tl.arange(0, block_c)
+                inside = live[:, None] & (columns < n)[None, :]
+                total = tl.zeros((block_t, block_c), tl.float32)
+                for source in tl.static_range(world):
+                    place = own + source * tokens.to(tl.int64) * n
+                    place = place + token.to(tl.int64)[:, None] * n + columns[None, :]
+                    total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                store_rows(out, total, token, live, at_n, n, block_c)
