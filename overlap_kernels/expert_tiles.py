@@ -31,7 +31,12 @@ from dynaflow_train.overlap_kernels.grouped_tiles import (
 
 @triton.jit
 def wait_for(
-    flag: tl.tensor, least: tl.tensor, state: tl.tensor, host: tl.tensor, peer: Any, limit: Any
+    flag: tl.tensor,
+    least: tl.tensor,
+    state: tl.tensor,
+    host: tl.tensor,
+    peer: tl.tensor,
+    limit: tl.tensor,
 ) -> None:
     """Spin until the flag is `least` or more; after `limit` give up and tell the host who."""
     left = tl.where(tl.load(state) == 0, limit, 0)
@@ -179,6 +184,112 @@ def weighted_sum(  # noqa: PLR0913
     return total
 
 
+@triton.jit
+def make(  # noqa: PLR0913
+    x: tl.tensor,
+    w: tl.tensor,
+    y: tl.tensor,
+    at: tl.tensor,
+    row_end: tl.tensor,
+    tiles_end: tl.tensor,
+    counts: tl.tensor,
+    k: tl.tensor,
+    n: tl.tensor,
+    w_tma: tl.constexpr,
+    k_major: tl.constexpr,
+    wide: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """Multiply tile `at`: group of columns by group, in each expert by expert; and count it."""
+    tiles_m, tiles_n = tl.max(tiles_end, 0), tl.cdiv(n, block_n)
+    which = at // (tiles_m * wide)
+    width = tl.minimum(wide, tiles_n - which * wide)
+    in_group = at - which * tiles_m * wide
+    expert, local, first, end = find_tile(in_group, row_end, tiles_end * width)
+    tile_m, tile_n = swizzle(local, tl.cdiv(end - first, block_m), width, group)
+    rows = first + tile_m * block_m + tl.arange(0, block_m)
+    valid, at_n = rows < end, (which * wide + tile_n) * block_n
+    acc = product(x, w, rows, valid, expert, at_n, k, n, w_tma, k_major, block_m, block_n, block_k)
+    store_rows(y, acc, rows, valid, at_n, n, block_n)
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    tl.atomic_add(counts + which, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def send(  # noqa: PLR0913
+    y: tl.tensor,
+    positions: tl.tensor,
+    weights: tl.tensor,
+    target: tl.tensor,
+    owner: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    first: tl.tensor,
+    n: tl.tensor,
+    top: tl.constexpr,
+    weighted: tl.constexpr,
+    parts: tl.constexpr,
+    block_t: tl.constexpr,
+    block_c: tl.constexpr,
+) -> None:
+    """The sums of a block of an owner's tokens, `parts` blocks of columns from `first`."""
+    live = token < tokens
+    for part in tl.range(0, parts):
+        at = first + part * block_c
+        columns = at + tl.arange(0, block_c)
+        places = owner * tokens + token
+        total = weighted_sum(
+            y, positions, weights, places, live, columns, n, top, weighted, block_t, block_c
+        )
+        store_rows(target, total, token, live, at, n, block_c)
+
+
+@triton.jit
+def announce(
+    sent: tl.tensor,
+    blocks: tl.tensor,
+    flags: tl.tensor,
+    owner: tl.tensor,
+    place: tl.tensor,
+    epoch: tl.tensor,
+) -> None:
+    """The last block that was sent to an owner tells it so."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == blocks - 1:
+        flag = tl.load(flags + owner).to(tl.pointer_type(tl.int32)) + place
+        tl.atomic_xchg(flag, tl.load(epoch) + 1, sem="release", scope="sys")
+
+
+@triton.jit
+def receive(  # noqa: PLR0913
+    own: tl.tensor,
+    out: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    first: tl.tensor,
+    n: tl.tensor,
+    world: tl.constexpr,
+    parts: tl.constexpr,
+    block_t: tl.constexpr,
+    block_c: tl.constexpr,
+) -> None:
+    """All ranks' sums of a block of tokens, added in the order of ranks."""
+    live = token < tokens
+    for part in tl.range(0, parts):
+        at = first + part * block_c
+        columns = at + tl.arange(0, block_c)
+        inside = live[:, None] & (columns < n)[None, :]
+        total = tl.zeros((block_t, block_c), tl.float32)
+        for source in tl.static_range(world):
+            row = source * tokens.to(tl.int64) + token
+            place = own + row[:, None] * n + columns[None, :]
+            total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        store_rows(out, total, token, live, at, n, block_c)
+
+
 @triton.jit(do_not_specialize=["experts", "tokens", "limit", "makers", "senders", "rank"])
 def combine_kernel(  # noqa: PLR0913
     x: tl.tensor,
@@ -227,71 +338,42 @@ def combine_kernel(  # noqa: PLR0913
     row_start, row_end = expert_rows(ends, experts, padded)
     tiles_end = tl.cumsum(tl.cdiv(row_end - row_start, block_m), 0)
     tiles_m, tiles_n = tl.max(tiles_end, 0), tl.cdiv(n, block_n)
-    groups = tl.cdiv(tiles_n, wide)
-    blocks_t = tl.cdiv(tokens, block_t)
+    groups, blocks_t = tl.cdiv(tiles_n, wide), tl.cdiv(tokens, block_t)
     parts: tl.constexpr = wide * block_n // block_c
+    columns: tl.constexpr = wide * block_n
     program = tl.program_id(0)
     if program < makers:
         for at in tl.range(program, tiles_m * tiles_n, makers):
-            which = at // tl.maximum(tiles_m * wide, 1)
-            width = tl.minimum(wide, tiles_n - which * wide)
-            expert, local, first, end = find_tile(
-                at - which * tiles_m * wide, row_end, tiles_end * width
-            )
-            tile_m, tile_n = swizzle(local, tl.cdiv(end - first, block_m), width, group)
-            rows = first + tile_m * block_m + tl.arange(0, block_m)
-            valid, at_n = rows < end, (which * wide + tile_n) * block_n
-            acc = product(
-                x, w, rows, valid, expert, at_n, k, n, w_tma, k_major, block_m, block_n, block_k
-            )
-            store_rows(y, acc, rows, valid, at_n, n, block_n)
-            tl.debug_barrier()
-            tl.atomic_add(counts + which, 1, sem="release", scope="gpu")
+            make(
+                x, w, y, at, row_end, tiles_end, counts, k, n, w_tma, k_major, wide, block_m,
+                block_n, block_k, group,
+            )  # fmt: skip
     elif program < makers + senders:
         for task in tl.range(program - makers, groups * world * blocks_t, senders):
             which, rest = task // (world * blocks_t), task % (world * blocks_t)
             owner, block = (rank + 1 + rest // blocks_t) % world, rest % blocks_t
-            width = tl.minimum(wide, tiles_n - which * wide)
-            wait_for(counts + which, tiles_m * width, state, host, rank, limit)
+            need = tiles_m * tl.minimum(wide, tiles_n - which * wide)
+            wait_for(counts + which, need, state, host, rank, limit)
             token = block * block_t + tl.arange(0, block_t)
-            live = token < tokens
-            if world == 1:
-                target = out
-            else:
-                theirs = tl.multiple_of(tl.load(slots + owner).to(out.dtype), 16)
-                target = theirs + rank.to(tl.int64) * tokens * n
-            for part in tl.range(0, parts):
-                at_n = which * wide * block_n + part * block_c
-                total = weighted_sum(
-                    y, positions, weights, owner * tokens + token, live,
-                    at_n + tl.arange(0, block_c), n, top, weighted, block_t, block_c,
-                )  # fmt: skip
-                store_rows(target, total, token, live, at_n, n, block_c)
+            target = out
             if world > 1:
-                tl.debug_barrier()
+                target = tl.multiple_of(tl.load(slots + owner).to(out.dtype), 16)
+                target += rank.to(tl.int64) * tokens * n
+            send(
+                y, positions, weights, target, owner, token, tokens, which * columns, n, top,
+                weighted, parts, block_t, block_c,
+            )  # fmt: skip
+            if world > 1:
                 sent = counts + groups + owner * groups + which
-                if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == blocks_t - 1:
-                    flag = tl.load(flags + owner).to(tl.pointer_type(tl.int32))
-                    flag += rank * flags_a_rank + which
-                    tl.atomic_xchg(flag, tl.load(epoch) + 1, sem="release", scope="sys")
+                announce(sent, blocks_t, flags, owner, rank * flags_a_rank + which, epoch)
     elif world > 1:
         others = tl.num_programs(0) - makers - senders
         for task in tl.range(program - makers - senders, groups * blocks_t, others):
             which, block = task // blocks_t, task % blocks_t
-            token = block * block_t + tl.arange(0, block_t)
-            live = token < tokens
-            own_flags = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-            own = tl.multiple_of(tl.load(slots + rank).to(out.dtype), 16)
+            ours = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + which
             for source in tl.static_range(world):
-                flag = own_flags + source * flags_a_rank + which
+                flag = ours + source * flags_a_rank
                 wait_for(flag, tl.load(epoch) + 1, state, host, source, limit)
-            for part in tl.range(0, parts):
-                at_n = which * wide * block_n + part * block_c
-                columns = at_n + tl.arange(0, block_c)
-                inside = live[:, None] & (columns < n)[None, :]
-                total = tl.zeros((block_t, block_c), tl.float32)
-                for source in tl.static_range(world):
-                    place = own + source * tokens.to(tl.int64) * n
-                    place = place + token.to(tl.int64)[:, None] * n + columns[None, :]
-                    total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-                store_rows(out, total, token, live, at_n, n, block_c)
+            own = tl.multiple_of(tl.load(slots + rank).to(out.dtype), 16)
+            token = block * block_t + tl.arange(0, block_t)
+            receive(own, out, token, tokens, which * columns, n, world, parts, block_t, block_c)

@@ -1,8 +1,8 @@
 """Tokens to experts and back, fused with the experts' products: on one rank, or over several.
 
-`dispatch_matmul` brings each token to its experts' ranks and multiplies; `combine_matmul` multiplies
-and brings the weighted sum over its experts back. Each is the other's mirror, and so its dgrad.
-After Comet (arXiv 2502.19811). Counts stay on the device; a CUDA graph may hold it all.
+`dispatch_matmul` brings each token to its experts' ranks and multiplies; `combine_matmul`
+multiplies and brings the weighted sum over its experts back. Each is the other's mirror, and so
+its dgrad. After Comet (arXiv 2502.19811). Counts stay on the device; a CUDA graph may hold it all.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Split:
             direction).
         tiling: the products' cut.
         wide: tiles of columns after which a group's sums can be made.
-        block_r, block_c: rows and columns that a mover takes at a time.
+        block_r: rows that a mover takes at a time; block_c: columns of them that it adds up;
+            copied: columns that it copies, enough bytes on their way to fill the link.
     """
 
     sms: int
@@ -114,13 +115,14 @@ class Split:
     wide: int
     block_r: int
     block_c: int
+    copied: int
 
 
 def default_split(device: torch.device) -> Split:
     """16 movers of a GPU's SMs; small blocks in the interpreter."""
     if gm.interpreted():
-        return Split(5, 2, gm.SMALL, 2, 8, 32)
-    return Split(gm.all_sms(device), 16, gm.Tiling(128, 256, 64, 8, 3), 4, 32, 128)
+        return Split(5, 2, gm.SMALL, 2, 8, 32, 32)
+    return Split(gm.all_sms(device), 16, gm.Tiling(128, 256, 64, 8, 3), 4, 32, 128, 512)
 
 
 def weight_arguments(weight: Tensor, tiling: gm.Tiling) -> tuple[Any, dict[str, bool]]:
@@ -156,7 +158,7 @@ def fetch_and_multiply(
         space.tables[0], staged, routing.source, w, y, routing.ends, arrived,
         space.state, space.host, space.limit, routing.tokens, k, n, experts, split.movers,
         space.rank, padded=max(128, triton.next_power_of_2(experts)), block_r=split.block_r,
-        block_c=split.block_c, **how, **shape_options(tiling),
+        block_c=split.copied, **how, **shape_options(tiling),
     )  # fmt: skip
     return y, staged
 
@@ -242,7 +244,7 @@ class CombineMatmul(torch.autograd.Function):
     """Experts' second products, weighted and summed back at the tokens; backward mirrored."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -277,7 +279,7 @@ class CombineMatmul(torch.autograd.Function):
         return dx, dw, dweights, None, None, None
 
 
-def weight_gradient(
+def weight_gradient(  # noqa: PLR0913
     a: Tensor,
     b: Tensor,
     weight: Tensor,
