@@ -210,6 +210,7 @@ def multiply_columns(
         m,
         n,
         experts,
+        padded=max(128, triton.next_power_of_2(experts)),
         tma=tma,
         out_tma_on=tiling.store_tma and out_tma is not out,
         p_gather=index[0] is not None,

@@ -29,6 +29,15 @@ def expert_rows(ends: tl.tensor, experts: tl.tensor, padded: tl.constexpr) -> An
 
 
 @triton.jit
+def longest_first(counts: tl.tensor, padded: tl.constexpr) -> Any:
+    """The place of each expert when those with the most rows come first."""
+    which = tl.arange(0, padded)
+    more = counts[None, :] > counts[:, None]
+    more |= (counts[None, :] == counts[:, None]) & (which[None, :] < which[:, None])
+    return tl.sum(more.to(tl.int32), 1)
+
+
+@triton.jit
 def find_tile(tile: tl.tensor, row_end: tl.tensor, tile_end: tl.tensor) -> Any:
     """Expert of a tile, the tile's number within it, its expert's first and end row."""
     before = tile_end <= tile
@@ -196,6 +205,7 @@ def weights_kernel(  # noqa: PLR0913
     m: tl.tensor,
     n: tl.tensor,
     experts: tl.tensor,
+    padded: tl.constexpr,
     tma: tl.constexpr,
     out_tma_on: tl.constexpr,
     p_gather: tl.constexpr,
@@ -210,10 +220,16 @@ def weights_kernel(  # noqa: PLR0913
 
     tma clips no expert's last rows: a last partial block is masked, in registers, after the rest.
     """
+    row_start, row_end = expert_rows(ends, experts, padded)
     tiles_m, tiles_n = tl.cdiv(m, block_m), tl.cdiv(n, block_n)
-    total = experts * tiles_m * tiles_n
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=flatten):
-        expert = tile // (tiles_m * tiles_n)
+    places = longest_first(row_end - row_start, padded)
+    total, programs = experts * tiles_m * tiles_n, tl.num_programs(0)
+    for at in tl.range(tl.program_id(0), total, programs, flatten=flatten):
+        back = programs - 1 - 2 * tl.program_id(0)  # to and fro: first turns are the longest
+        turned = at + tl.where(at // programs % 2 == 1, back, 0)
+        tile = tl.where(at // programs == (total - 1) // programs, at, turned)
+        which = tl.arange(0, padded)
+        expert = tl.sum(tl.where(places == tile // (tiles_m * tiles_n), which, 0), 0)
         tile_m, tile_n = swizzle(tile % (tiles_m * tiles_n), tiles_m, tiles_n, group)
         at_m, at_n = tile_m * block_m, tile_n * block_n
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
