@@ -103,7 +103,8 @@ class Split:
         sms: programs in the grid.
         movers: of them, those that fetch rows or add them up (with other ranks, half for each
             direction).
-        tiling: the products' cut.
+        tiling: the cut of products beside movers; rows: of gathered rows, without movers; columns:
+            of the weights' gradients.
         wide: tiles of columns after which a group's sums can be made.
         block_r: rows that a mover takes at a time; block_c: columns of them that it adds up;
             copied: columns that it copies, enough bytes on their way to fill the link.
@@ -112,17 +113,22 @@ class Split:
     sms: int
     movers: int
     tiling: gm.Tiling
+    rows: gm.Tiling
+    columns: gm.Tiling
     wide: int
     block_r: int
     block_c: int
     copied: int
 
 
-def default_split(device: torch.device) -> Split:
+def default_split(device: torch.device, dtype: torch.dtype) -> Split:
     """16 movers of a GPU's SMs; small blocks in the interpreter."""
     if gm.interpreted():
-        return Split(5, 2, gm.SMALL, 2, 8, 32, 32)
-    return Split(gm.all_sms(device), 16, gm.Tiling(128, 256, 64, 8, 3), 4, 32, 128, 512)
+        return Split(5, 2, gm.SMALL, gm.SMALL, gm.SMALL, 2, 8, 32, 32)
+    sms, three = gm.all_sms(device), (gm.FULL, gm.FULL, gm.FULL)
+    if dtype != torch.float32:
+        three = gm.HOPPER["forward"][0], gm.HOPPER["forward"][1], gm.HOPPER["wgrad"][0]
+    return Split(sms, 16, *three, wide=4, block_r=32, block_c=128, copied=512)
 
 
 def weight_arguments(weight: Tensor, tiling: gm.Tiling) -> tuple[Any, dict[str, bool]]:
@@ -139,12 +145,12 @@ def fetch_and_multiply(
 ) -> tuple[Tensor, Tensor]:
     """`x[source] @ weight[expert]`, and the rows of x it fetched: x itself on one rank."""
     if space is None:
-        y = gm.multiply_rows(x, weight, routing.ends, split.tiling, split.sms, routing.source)
+        y = gm.multiply_rows(x, weight, routing.ends, split.rows, split.sms, routing.source)
         return y, x
     rows, (experts, k, n) = len(routing.source), weight.shape
     staged, y = x.new_empty(rows, k), x.new_empty(rows, n)
     tiling = split.tiling
-    most = triton.cdiv(rows, tiling.block_m) + experts
+    most = -(-rows // tiling.block_m) + experts
     arrived = torch.zeros(most, dtype=torch.int32, device=x.device)
     space.meet()  # nobody reads the last call's tokens any more
     own = space.buffers[space.rank]
@@ -174,7 +180,7 @@ def multiply_and_add(
     """`sum over k of weights[t, k] * (x @ weight)[positions[t, k]]` for this rank's tokens."""
     (world, tokens, top), (experts, k, n) = routing.positions.shape, weight.shape
     tiling = split.tiling
-    groups = triton.cdiv(triton.cdiv(n, tiling.block_n), split.wide)
+    groups = -(-n // (tiling.block_n * split.wide))
     y, out = x.new_empty(x.shape[0], n), x.new_empty(tokens, n)
     counts = torch.zeros((1 + world) * groups, dtype=torch.int32, device=x.device)
     senders, w_how = split.movers, weight_arguments(weight, tiling)
@@ -289,11 +295,10 @@ def weight_gradient(  # noqa: PLR0913
     second: bool = False,
 ) -> Tensor:
     """`a_e^T b_e` in the weight's own layout; `index` is of a, or of b if `second`."""
-    pair, indices = (a, b), (None, index) if second else (index, None)
-    if not weight.is_contiguous():
-        pair, indices = pair[::-1], indices[::-1]
-    dw = gm.multiply_columns(*pair, routing.ends, split.tiling, split.sms, indices)
-    return dw if weight.is_contiguous() else dw.mT
+    first, last = (None, index) if second else (index, None)
+    if weight.is_contiguous():
+        return gm.multiply_columns(a, b, routing.ends, split.columns, split.sms, (first, last))
+    return gm.multiply_columns(b, a, routing.ends, split.columns, split.sms, (last, first)).mT
 
 
 def dispatch_matmul(
@@ -320,7 +325,7 @@ def dispatch_matmul(
         KernelError: operands that the kernels do not take, or too small a space.
     """
     check(x, weight, routing, space)
-    split = split or default_split(x.device)
+    split = split or default_split(x.device, x.dtype)
     return DispatchMatmul.apply(x.contiguous(), weight, routing, space, split)
 
 
@@ -353,7 +358,7 @@ def combine_matmul(
     if weights.dtype != torch.float32 or weights.shape != routing.positions.shape:
         found = f"{weights.dtype} {list(weights.shape)}"
         raise KernelError(f"weights must be fp32 {list(routing.positions.shape)}, found {found}.")
-    split = split or default_split(x.device)
+    split = split or default_split(x.device, x.dtype)
     return CombineMatmul.apply(x.contiguous(), weight, weights.contiguous(), routing, space, split)
 
 

@@ -1,0 +1,48 @@
+"""Experts on one rank, interpreted: `TRITON_INTERPRET=1 python -m tests.kernels.one_rank`."""
+
+from __future__ import annotations
+
+import torch
+
+from dynaflow_train.overlap_kernels import experts as ex
+from tests.kernels.two_ranks import plain, with_gradients
+
+CASES = (  # dtype, tokens, top, experts, K, width, N
+    (torch.float32, 21, 2, 4, 40, 24, 70),
+    (torch.float32, 13, 3, 5, 17, 9, 33),
+    (torch.float16, 12, 8, 9, 32, 16, 64),
+    (torch.float32, 1, 1, 3, 8, 8, 8),
+)
+
+
+def main():
+    for place, (kind, tokens, top, experts, k, width, n) in enumerate(CASES):
+        torch.manual_seed(place)
+        chosen = [torch.randperm(experts - 1)[:top] for _ in range(tokens)]  # the last: no token
+        chosen = torch.stack(chosen)[None]
+        w1 = (torch.randn(experts, width, k) / k**0.5).to(kind).mT
+        w2 = (torch.randn(experts, n, width) / width**0.5).to(kind).mT
+        leaves = torch.randn(1, tokens, k).to(kind), w1, w2, torch.rand(1, tokens, top)
+        dout, routing = torch.randn(1, tokens, n).to(kind), ex.route(chosen, experts)
+
+        def layer(x, w1, w2, weights, routing=routing):
+            hidden = torch.nn.functional.silu(ex.dispatch_matmul(x[0], w1, routing))
+            return ex.combine_matmul(hidden, w2, weights, routing)[None]
+
+        def reference(*each, chosen=chosen):
+            return plain(*each, chosen)
+
+        found, own = (with_gradients(each, leaves, dout) for each in (layer, reference))
+        truth = with_gradients(reference, [leaf.double() for leaf in leaves], dout.double())
+        for name, ours, theirs, exact in zip(
+            ("out", "dx", "dw1", "dw2", "dweights"), found, own, truth, strict=True
+        ):
+            norm, slack = exact.norm(), 2.0 if kind == torch.float16 else 4.0
+            error, least = ((one - exact).norm() / norm for one in (ours, theirs))
+            print(f"case {place} {name}: error {error:.2e}, torch {least:.2e}", flush=True)
+            assert error <= slack * least + torch.finfo(kind).eps / 16, name
+        assert not found[2][-1].any(), "an expert without tokens has a gradient"
+
+
+if __name__ == "__main__":
+    main()
