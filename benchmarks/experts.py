@@ -275,23 +275,8 @@ def wgrad_times(name, device, rounds):
     return times
 
 
-def main() -> int:
-    """Checks, then times while there are seconds left; 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rounds", type=int, default=20, help="timed runs of each variant")
-    parser.add_argument("--together", type=int, default=60, help="rounds of two ranks at once")
-    parser.add_argument("--seconds", type=float, default=150, help="no more times after these")
-    parser.add_argument("--few", action="store_true", help="no times: for memcheck")
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--out", help="JSON")
-    options = parser.parse_args()
-    start, device = time.perf_counter(), torch.device(options.device)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    if device.type == "cpu":
-        wrong = one_rank(device, (9, 2, 3, 16, 8, 24), torch.float16)
-        layer_times("mixtral-8x7b", device, 1)
-        return int(wrong > 0)
+def checks(device, options, start):
+    """Number of wrong results on one GPU."""
     cases = [
         ((500, 8, 16, 256, 128, 512), torch.bfloat16),
         ((77, 3, 5, 200, 72, 136), torch.bfloat16),
@@ -310,6 +295,28 @@ def main() -> int:
     numbers = (300, 4, 8, 256, 128, 512)
     two_ranks(device, numbers, torch.bfloat16, 0)
     wrong += two_ranks(device, numbers, torch.bfloat16, options.together)
+    return wrong
+
+
+def main() -> int:
+    """Checks, then times while there are seconds left; 1 where anything was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rounds", type=int, default=20, help="timed runs of each variant")
+    parser.add_argument("--together", type=int, default=60, help="rounds of two ranks at once")
+    parser.add_argument("--seconds", type=float, default=150, help="no more times after these")
+    parser.add_argument("--few", action="store_true", help="no times: for memcheck")
+    parser.add_argument("--times-only", action="store_true", help="no checks")
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--out", help="JSON")
+    options = parser.parse_args()
+    start, device = time.perf_counter(), torch.device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if device.type == "cpu":
+        wrong = one_rank(device, (9, 2, 3, 16, 8, 24), torch.float16)
+        layer_times("mixtral-8x7b", device, 1)
+        return int(wrong > 0)
+    wrong = 0 if options.times_only else checks(device, options, start)
     print(f"after {time.perf_counter() - start:.0f} s", flush=True)
     found, wgrads = [], {}
     for name in [] if options.few else options.models:

@@ -377,3 +377,36 @@ def combine_kernel(  # noqa: PLR0913
             own = tl.multiple_of(tl.load(slots + rank).to(out.dtype), 16)
             token = block * block_t + tl.arange(0, block_t)
             receive(own, out, token, tokens, which * columns, n, world, parts, block_t, block_c)
+
+
+@triton.jit(do_not_specialize=["experts"])
+def scale_kernel(  # noqa: PLR0913
+    plain: tl.tensor,
+    x: tl.tensor,
+    weights: tl.tensor,
+    slot: tl.tensor,
+    ends: tl.tensor,
+    dx: tl.tensor,
+    scaled: tl.tensor,
+    dweights: tl.tensor,
+    experts: tl.tensor,
+    k: tl.tensor,
+    block_r: tl.constexpr,
+    block_c: tl.constexpr,
+) -> None:
+    """Dx = plain * weight, scaled = x * weight, d(weight) = plain . x, row by row."""
+    rows = tl.program_id(0) * block_r + tl.arange(0, block_r)
+    valid = rows < tl.load(ends + experts - 1)
+    place = tl.load(slot + rows, mask=valid, other=0)
+    factor = tl.load(weights + place, mask=valid, other=0.0)[:, None]
+    total = tl.zeros((block_r,), tl.float32)
+    for at in tl.range(0, k, block_c):
+        columns = at + tl.arange(0, block_c)
+        inside = valid[:, None] & (columns < k)[None, :]
+        where = rows.to(tl.int64)[:, None] * k + columns[None, :]
+        a = tl.load(plain + where, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(a * b, 1)
+        store_rows(dx, a * factor, rows, valid, at, k, block_c)
+        store_rows(scaled, b * factor, rows, valid, at, k, block_c)
+    tl.store(dweights + place, total, mask=valid)

@@ -69,11 +69,6 @@ class Routing:
         """Tokens of each rank."""
         return self.positions.shape[1]
 
-    def owned(self) -> Tensor:
-        """Bool [rows, 1]: which rows are an expert's here; all, on one rank."""
-        rows = torch.arange(len(self.source), device=self.source.device)
-        return (rows < self.ends[-1])[:, None]
-
 
 def route(chosen: Tensor, experts: int, rank: int = 0) -> Routing:
     """The routing of one rank's experts; without a host sync.
@@ -273,14 +268,16 @@ class CombineMatmul(torch.autograd.Function):
         (x, weight, weights), (routing, space, split) = ctx.saved_tensors, ctx.rest
         dout = gradients[0].contiguous()
         plain, kept = fetch_and_multiply(dout, weight.mT, routing, space, split)
-        owned, scale = routing.owned(), weights.flatten()[routing.slot][:, None]
-        dx = torch.where(owned, plain * scale, 0).to(x.dtype)
-        dweights, dw = torch.zeros_like(weights), None
-        each = torch.where(owned, plain.float() * x, 0).sum(1)
-        dweights.view(-1)[routing.slot] = each.to(weights.dtype)
+        dx, scaled, dweights = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(weights)
+        (rows, k), experts, dw = x.shape, len(weight), None
+        block_r, block_c = (8, 32) if gm.interpreted() else (8, 256)
+        kernel: Any = tiles.scale_kernel
+        kernel[(-(-rows // block_r),)](
+            plain, x, weights, routing.slot, routing.ends, dx, scaled, dweights, experts, k,
+            block_r=block_r, block_c=block_c,
+        )  # fmt: skip
         if ctx.needs_input_grad[1]:
             index = routing.source if space is None else None
-            scaled = torch.where(owned, x * scale, 0).to(x.dtype)
             dw = weight_gradient(scaled, kept, weight, routing, split, index, second=True)
         return dx, dw, dweights, None, None, None
 
