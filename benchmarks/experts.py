@@ -281,7 +281,7 @@ def checks(device, options, start):
         ((500, 8, 16, 256, 128, 512), torch.bfloat16),
         ((77, 3, 5, 200, 72, 136), torch.bfloat16),
         ((300, 2, 4, 64, 32, 96), torch.float16),
-        ((1, 1, 2, 64, 32, 64), torch.bfloat16),
+        ((40, 1, 2, 64, 32, 64), torch.bfloat16),
         ((90, 4, 6, 75, 33, 61), torch.bfloat16),
     ]
     if not options.few:
