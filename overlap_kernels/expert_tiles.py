@@ -51,20 +51,10 @@ def wait_for(
 
 @triton.jit
 def product(  # noqa: PLR0913
-    x: tl.tensor,
-    w: tl.tensor,
-    rows: tl.tensor,
-    valid: tl.tensor,
-    expert: tl.tensor,
-    at_n: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    w_tma: tl.constexpr,
-    k_major: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-) -> Any:
+    x: tl.tensor, w: tl.tensor, rows: tl.tensor, valid: tl.tensor, expert: tl.tensor,
+    at_n: tl.tensor, k: tl.tensor, n: tl.tensor, w_tma: tl.constexpr, k_major: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> Any:  # fmt: skip
     """Rows times one tile of their expert's columns, rows through pointers."""
     acc = tl.zeros((block_m, block_n), tl.float32)
     for at_k in tl.range(0, k, block_k):
@@ -76,15 +66,9 @@ def product(  # noqa: PLR0913
 
 @triton.jit
 def copy_rows(  # noqa: PLR0913
-    peers: tl.tensor,
-    staged: tl.tensor,
-    source: tl.tensor,
-    rows: tl.tensor,
-    valid: tl.tensor,
-    tokens: tl.tensor,
-    k: tl.tensor,
-    block: tl.constexpr,
-) -> None:
+    peers: tl.tensor, staged: tl.tensor, source: tl.tensor, rows: tl.tensor, valid: tl.tensor,
+    tokens: tl.tensor, k: tl.tensor, block: tl.constexpr,
+) -> None:  # fmt: skip
     """Rows from wherever their tokens are (`rank * tokens + token`) into `staged`."""
     origin = tl.load(source + rows, mask=valid, other=0)
     base = tl.load(peers + origin // tokens).to(staged.dtype)
@@ -98,32 +82,13 @@ def copy_rows(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["experts", "tokens", "limit", "copiers", "rank"])
 def dispatch_kernel(  # noqa: PLR0913
-    peers: tl.tensor,
-    staged: tl.tensor,
-    source: tl.tensor,
-    w: tl.tensor,
-    y: tl.tensor,
-    ends: tl.tensor,
-    arrived: tl.tensor,
-    state: tl.tensor,
-    host: tl.tensor,
-    limit: tl.tensor,
-    tokens: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    experts: tl.tensor,
-    copiers: tl.tensor,
-    rank: tl.tensor,
-    padded: tl.constexpr,
-    w_tma: tl.constexpr,
-    k_major: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    block_r: tl.constexpr,
-    block_c: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    peers: tl.tensor, staged: tl.tensor, source: tl.tensor, w: tl.tensor, y: tl.tensor,
+    ends: tl.tensor, arrived: tl.tensor, state: tl.tensor, host: tl.tensor, limit: tl.tensor,
+    tokens: tl.tensor, k: tl.tensor, n: tl.tensor, experts: tl.tensor, copiers: tl.tensor,
+    rank: tl.tensor, padded: tl.constexpr, w_tma: tl.constexpr, k_major: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, block_r: tl.constexpr,
+    block_c: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     """y[r] = staged[r] @ w[expert of r], with staged[r] fetched beside it, by the first programs.
 
     `arrived` [tiles of rows], zeros at the start, counts the parts of each tile that are here.
@@ -159,18 +124,10 @@ def dispatch_kernel(  # noqa: PLR0913
 
 @triton.jit
 def weighted_sum(  # noqa: PLR0913
-    y: tl.tensor,
-    positions: tl.tensor,
-    weights: tl.tensor,
-    token: tl.tensor,
-    live: tl.tensor,
-    columns: tl.tensor,
-    n: tl.tensor,
-    top: tl.constexpr,
-    weighted: tl.constexpr,
-    block_t: tl.constexpr,
-    block_c: tl.constexpr,
-) -> Any:
+    y: tl.tensor, positions: tl.tensor, weights: tl.tensor, token: tl.tensor, live: tl.tensor,
+    columns: tl.tensor, n: tl.tensor, top: tl.constexpr, weighted: tl.constexpr,
+    block_t: tl.constexpr, block_c: tl.constexpr,
+) -> Any:  # fmt: skip
     """Sum over a token's experts in their order, in fp32; experts of other ranks have row -1."""
     total = tl.zeros((block_t, block_c), tl.float32)
     for which in tl.static_range(top):
@@ -186,23 +143,11 @@ def weighted_sum(  # noqa: PLR0913
 
 @triton.jit
 def make(  # noqa: PLR0913
-    x: tl.tensor,
-    w: tl.tensor,
-    y: tl.tensor,
-    at: tl.tensor,
-    row_end: tl.tensor,
-    tiles_end: tl.tensor,
-    counts: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    w_tma: tl.constexpr,
-    k_major: tl.constexpr,
-    wide: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    x: tl.tensor, w: tl.tensor, y: tl.tensor, at: tl.tensor, row_end: tl.tensor,
+    tiles_end: tl.tensor, counts: tl.tensor, k: tl.tensor, n: tl.tensor, w_tma: tl.constexpr,
+    k_major: tl.constexpr, wide: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     """Multiply tile `at`: group of columns by group, in each expert by expert; and count it."""
     tiles_m, tiles_n = tl.max(tiles_end, 0), tl.cdiv(n, block_n)
     which = at // (tiles_m * wide)
@@ -220,21 +165,10 @@ def make(  # noqa: PLR0913
 
 @triton.jit
 def send(  # noqa: PLR0913
-    y: tl.tensor,
-    positions: tl.tensor,
-    weights: tl.tensor,
-    target: tl.tensor,
-    owner: tl.tensor,
-    token: tl.tensor,
-    tokens: tl.tensor,
-    first: tl.tensor,
-    n: tl.tensor,
-    top: tl.constexpr,
-    weighted: tl.constexpr,
-    parts: tl.constexpr,
-    block_t: tl.constexpr,
-    block_c: tl.constexpr,
-) -> None:
+    y: tl.tensor, positions: tl.tensor, weights: tl.tensor, target: tl.tensor, owner: tl.tensor,
+    token: tl.tensor, tokens: tl.tensor, first: tl.tensor, n: tl.tensor, top: tl.constexpr,
+    weighted: tl.constexpr, parts: tl.constexpr, block_t: tl.constexpr, block_c: tl.constexpr,
+) -> None:  # fmt: skip
     """The sums of a block of an owner's tokens, `parts` blocks of columns from `first`."""
     live = token < tokens
     for part in tl.range(0, parts):
@@ -265,17 +199,10 @@ def announce(
 
 @triton.jit
 def receive(  # noqa: PLR0913
-    own: tl.tensor,
-    out: tl.tensor,
-    token: tl.tensor,
-    tokens: tl.tensor,
-    first: tl.tensor,
-    n: tl.tensor,
-    world: tl.constexpr,
-    parts: tl.constexpr,
-    block_t: tl.constexpr,
+    own: tl.tensor, out: tl.tensor, token: tl.tensor, tokens: tl.tensor, first: tl.tensor,
+    n: tl.tensor, world: tl.constexpr, parts: tl.constexpr, block_t: tl.constexpr,
     block_c: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """All ranks' sums of a block of tokens, added in the order of ranks."""
     live = token < tokens
     for part in tl.range(0, parts):
@@ -292,42 +219,15 @@ def receive(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["experts", "tokens", "limit", "makers", "senders", "rank"])
 def combine_kernel(  # noqa: PLR0913
-    x: tl.tensor,
-    w: tl.tensor,
-    y: tl.tensor,
-    ends: tl.tensor,
-    positions: tl.tensor,
-    weights: tl.tensor,
-    slots: tl.tensor,
-    flags: tl.tensor,
-    out: tl.tensor,
-    counts: tl.tensor,
-    epoch: tl.tensor,
-    state: tl.tensor,
-    host: tl.tensor,
-    limit: tl.tensor,
-    tokens: tl.tensor,
-    rank: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    experts: tl.tensor,
-    makers: tl.tensor,
-    senders: tl.tensor,
-    padded: tl.constexpr,
-    w_tma: tl.constexpr,
-    k_major: tl.constexpr,
-    weighted: tl.constexpr,
-    top: tl.constexpr,
-    world: tl.constexpr,
-    flags_a_rank: tl.constexpr,
-    wide: tl.constexpr,
-    block_t: tl.constexpr,
-    block_c: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    group: tl.constexpr,
-) -> None:
+    x: tl.tensor, w: tl.tensor, y: tl.tensor, ends: tl.tensor, positions: tl.tensor,
+    weights: tl.tensor, slots: tl.tensor, flags: tl.tensor, out: tl.tensor, counts: tl.tensor,
+    epoch: tl.tensor, state: tl.tensor, host: tl.tensor, limit: tl.tensor, tokens: tl.tensor,
+    rank: tl.tensor, k: tl.tensor, n: tl.tensor, experts: tl.tensor, makers: tl.tensor,
+    senders: tl.tensor, padded: tl.constexpr, w_tma: tl.constexpr, k_major: tl.constexpr,
+    weighted: tl.constexpr, top: tl.constexpr, world: tl.constexpr, flags_a_rank: tl.constexpr,
+    wide: tl.constexpr, block_t: tl.constexpr, block_c: tl.constexpr, block_m: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
+) -> None:  # fmt: skip
     """out[t] = sum over k of weights[t, k] * (x @ w)[positions[t, k]], over all ranks' experts.
 
     The first `makers` programs multiply, `wide` tiles of columns at a time over all experts. The
@@ -381,19 +281,10 @@ def combine_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["experts"])
 def scale_kernel(  # noqa: PLR0913
-    plain: tl.tensor,
-    x: tl.tensor,
-    weights: tl.tensor,
-    slot: tl.tensor,
-    ends: tl.tensor,
-    dx: tl.tensor,
-    scaled: tl.tensor,
-    dweights: tl.tensor,
-    experts: tl.tensor,
-    k: tl.tensor,
-    block_r: tl.constexpr,
-    block_c: tl.constexpr,
-) -> None:
+    plain: tl.tensor, x: tl.tensor, weights: tl.tensor, slot: tl.tensor, ends: tl.tensor,
+    dx: tl.tensor, scaled: tl.tensor, dweights: tl.tensor, experts: tl.tensor, k: tl.tensor,
+    block_r: tl.constexpr, block_c: tl.constexpr,
+) -> None:  # fmt: skip
     """Dx = plain * weight, scaled = x * weight, d(weight) = plain . x, row by row."""
     rows = tl.program_id(0) * block_r + tl.arange(0, block_r)
     valid = rows < tl.load(ends + experts - 1)

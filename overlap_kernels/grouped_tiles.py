@@ -59,17 +59,9 @@ def swizzle(tile: tl.tensor, tiles_m: tl.tensor, tiles_n: tl.tensor, group: tl.c
 
 @triton.jit
 def load_weight(  # noqa: PLR0913
-    w: tl.tensor,
-    expert: tl.tensor,
-    at_k: tl.tensor,
-    at_n: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    tma: tl.constexpr,
-    k_major: tl.constexpr,
-    block_k: tl.constexpr,
-    block_n: tl.constexpr,
-) -> Any:
+    w: tl.tensor, expert: tl.tensor, at_k: tl.tensor, at_n: tl.tensor, k: tl.tensor, n: tl.tensor,
+    tma: tl.constexpr, k_major: tl.constexpr, block_k: tl.constexpr, block_n: tl.constexpr,
+) -> Any:  # fmt: skip
     """A `[block_k, block_n]` tile of an expert's weight; zeros past `k` and `n`."""
     if tma and k_major:
         tile = w.load([expert, at_n, at_k]).reshape(block_n, block_k).T
@@ -86,15 +78,9 @@ def load_weight(  # noqa: PLR0913
 
 @triton.jit
 def load_rows(  # noqa: PLR0913
-    x: tl.tensor,
-    rows: tl.tensor,
-    valid: tl.tensor,
-    row: tl.tensor,
-    at: tl.tensor,
-    width: tl.tensor,
-    tma: tl.constexpr,
-    block: tl.constexpr,
-) -> Any:
+    x: tl.tensor, rows: tl.tensor, valid: tl.tensor, row: tl.tensor, at: tl.tensor,
+    width: tl.tensor, tma: tl.constexpr, block: tl.constexpr,
+) -> Any:  # fmt: skip
     """A `[len(rows), block]` tile of rows; by pointers, zeros past `width` and where invalid."""
     if tma:
         tile = x.load([row, at])
@@ -108,14 +94,9 @@ def load_rows(  # noqa: PLR0913
 
 @triton.jit
 def store_rows(  # noqa: PLR0913
-    y: tl.tensor,
-    values: tl.tensor,
-    rows: tl.tensor,
-    valid: tl.tensor,
-    at: tl.tensor,
-    n: tl.tensor,
+    y: tl.tensor, values: tl.tensor, rows: tl.tensor, valid: tl.tensor, at: tl.tensor, n: tl.tensor,
     block: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Plain masked store of a `[len(rows), block]` tile."""
     columns = at + tl.arange(0, block)
     inside = valid[:, None] & (columns < n)[None, :]
@@ -125,16 +106,9 @@ def store_rows(  # noqa: PLR0913
 
 @triton.jit
 def store_part(  # noqa: PLR0913
-    y: tl.tensor,
-    y_tma: tl.tensor,
-    values: tl.tensor,
-    rows: tl.tensor,
-    row: tl.tensor,
-    end: tl.tensor,
-    at: tl.tensor,
-    n: tl.tensor,
-    tma: tl.constexpr,
-) -> None:
+    y: tl.tensor, y_tma: tl.tensor, values: tl.tensor, rows: tl.tensor, row: tl.tensor,
+    end: tl.tensor, at: tl.tensor, n: tl.tensor, tma: tl.constexpr,
+) -> None:  # fmt: skip
     """Store a tile whose first row is `row`, by TMA where wanted and all rows are the expert's."""
     if tma:
         if row + values.shape[0] <= end:
@@ -147,28 +121,12 @@ def store_part(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["experts"])
 def rows_kernel(  # noqa: PLR0913
-    x: tl.tensor,
-    w: tl.tensor,
-    y: tl.tensor,
-    y_tma: tl.tensor,
-    index: tl.tensor,
-    ends: tl.tensor,
-    k: tl.tensor,
-    n: tl.tensor,
-    experts: tl.tensor,
-    padded: tl.constexpr,
-    x_tma: tl.constexpr,
-    w_tma: tl.constexpr,
-    y_tma_on: tl.constexpr,
-    gather: tl.constexpr,
-    k_major: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    group: tl.constexpr,
-    halves: tl.constexpr,
-    flatten: tl.constexpr,
-) -> None:
+    x: tl.tensor, w: tl.tensor, y: tl.tensor, y_tma: tl.tensor, index: tl.tensor, ends: tl.tensor,
+    k: tl.tensor, n: tl.tensor, experts: tl.tensor, padded: tl.constexpr, x_tma: tl.constexpr,
+    w_tma: tl.constexpr, y_tma_on: tl.constexpr, gather: tl.constexpr, k_major: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
+    halves: tl.constexpr, flatten: tl.constexpr,
+) -> None:  # fmt: skip
     """y[r] = x[index[r]] @ w[expert of r]."""
     row_start, row_end = expert_rows(ends, experts, padded)
     tiles_n = tl.cdiv(n, block_n)
@@ -194,28 +152,45 @@ def rows_kernel(  # noqa: PLR0913
             store_part(y, y_tma, high, rows, row, end, at_n + block_n // 2, n, y_tma_on)
 
 
+@triton.jit
+def sum_rows(  # noqa: PLR0913
+    p: tl.tensor, q: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor, at_m: tl.tensor,
+    at_n: tl.tensor, m: tl.tensor, n: tl.tensor, tma: tl.constexpr, p_gather: tl.constexpr,
+    q_gather: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+) -> Any:  # fmt: skip
+    """A tile of the sum of p[r]^T q[r] over rows `first` to `end`."""
+    acc = tl.zeros((block_m, block_n), tl.float32)
+    if tma:
+        whole = first + (end - first) // block_k * block_k
+        for row in tl.range(first, whole, block_k):
+            a, b = p.load([row, at_m]), q.load([row, at_n])
+            acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        if whole < end:
+            valid = (whole + tl.arange(0, block_k) < end)[:, None]
+            a, b = p.load([whole, at_m]), q.load([whole, at_n])
+            a, b = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0)
+            acc = tl.dot(a.to(p.dtype).T, b.to(q.dtype), acc, input_precision="ieee")
+    else:
+        for row in tl.range(first, end, block_k):
+            rows = row + tl.arange(0, block_k)
+            valid = rows < end
+            taken = rows
+            if p_gather or q_gather:
+                taken = tl.load(index + rows, mask=valid, other=0)
+            a = load_rows(p, taken if p_gather else rows, valid, row, at_m, m, False, block_m)
+            b = load_rows(q, taken if q_gather else rows, valid, row, at_n, n, False, block_n)
+            acc = tl.dot(a.T, b, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["experts"])
 def weights_kernel(  # noqa: PLR0913
-    p: tl.tensor,
-    q: tl.tensor,
-    out: tl.tensor,
-    out_tma: tl.tensor,
-    index: tl.tensor,
-    ends: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    experts: tl.tensor,
-    padded: tl.constexpr,
-    tma: tl.constexpr,
-    out_tma_on: tl.constexpr,
-    p_gather: tl.constexpr,
-    q_gather: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    group: tl.constexpr,
+    p: tl.tensor, q: tl.tensor, out: tl.tensor, out_tma: tl.tensor, index: tl.tensor,
+    ends: tl.tensor, m: tl.tensor, n: tl.tensor, experts: tl.tensor, padded: tl.constexpr,
+    tma: tl.constexpr, out_tma_on: tl.constexpr, p_gather: tl.constexpr, q_gather: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
     flatten: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """out[e] = sum over rows r of expert e of p[r]^T q[r]; zeros for an expert without rows.
 
     tma clips no expert's last rows: a last partial block is masked, in registers, after the rest.
@@ -234,27 +209,10 @@ def weights_kernel(  # noqa: PLR0913
         at_m, at_n = tile_m * block_m, tile_n * block_n
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends + expert)
-        acc = tl.zeros((block_m, block_n), tl.float32)
-        if tma:
-            whole = first + (end - first) // block_k * block_k
-            for row in tl.range(first, whole, block_k):
-                a, b = p.load([row, at_m]), q.load([row, at_n])
-                acc = tl.dot(a.T, b, acc, input_precision="ieee")
-            if whole < end:
-                valid = (whole + tl.arange(0, block_k) < end)[:, None]
-                a, b = p.load([whole, at_m]), q.load([whole, at_n])
-                a, b = tl.where(valid, a, 0.0), tl.where(valid, b, 0.0)
-                acc = tl.dot(a.to(p.dtype).T, b.to(q.dtype), acc, input_precision="ieee")
-        else:
-            for row in tl.range(first, end, block_k):
-                rows = row + tl.arange(0, block_k)
-                valid = rows < end
-                taken = rows
-                if p_gather or q_gather:
-                    taken = tl.load(index + rows, mask=valid, other=0)
-                a = load_rows(p, taken if p_gather else rows, valid, row, at_m, m, False, block_m)
-                b = load_rows(q, taken if q_gather else rows, valid, row, at_n, n, False, block_n)
-                acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        acc = sum_rows(
+            p, q, index, first, end, at_m, at_n, m, n, tma, p_gather, q_gather, block_m, block_n,
+            block_k,
+        )  # fmt: skip
         values = acc.to(out.dtype.element_ty)
         if out_tma_on:
             out_tma.store([expert, at_m, at_n], values.reshape(1, block_m, block_n))
