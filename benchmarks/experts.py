@@ -264,25 +264,6 @@ def layer_times(name, device, rounds):
     return {"model": name, **{which: round(ms, 4) for which, ms in times.items()}}
 
 
-def wgrad_times(name, device, rounds):
-    """Rows gathered within wgrad, against copied before it."""
-    hidden, width, experts, top = MODELS[name]
-    local, split = experts // RANKS, ex.default_split(device, torch.bfloat16)
-    x, w1, _, _, chosen = operands(
-        1, TOKENS, top, local, hidden, width, hidden, device, torch.bfloat16
-    )
-    routing = ex.route(chosen, local)
-    dy = torch.randn(len(routing.source), w1.shape[2], device=device).to(x.dtype)
-    gradient = functools.partial(ex.weight_gradient, b=dy, weight=w1, routing=routing, split=split)
-    steps = {
-        "gathered": lambda: gradient(x[0], index=routing.source),
-        "copied": lambda: gradient(x[0][routing.source], index=None),
-    }
-    times = medians(steps, device, rounds)
-    print(f"{name} wgrad {times}", flush=True)
-    return times
-
-
 def checks(device, options, start):
     """Number of wrong results on one GPU."""
     cases = [
@@ -326,13 +307,12 @@ def main() -> int:
         return int(wrong > 0)
     wrong = 0 if options.times_only else checks(device, options, start)
     print(f"after {time.perf_counter() - start:.0f} s", flush=True)
-    found, wgrads = [], {}
+    found = []
     for name in [] if options.few else options.models:
         if time.perf_counter() - start < options.seconds:
-            wgrads[name] = wgrad_times(name, device, options.rounds)
             found.append(layer_times(name, device, options.rounds))
     if options.out:
-        said = {"wrong": wrong, "times": found, "wgrad": wgrads}
+        said = {"wrong": wrong, "times": found}
         Path(options.out).write_text(json.dumps(said, indent=1))
     print(f"{time.perf_counter() - start:.0f} s; {'WRONG' if wrong else 'all right'}", flush=True)
     return int(wrong > 0)

@@ -145,6 +145,7 @@ def fetch_and_multiply(
     rows, (experts, k, n) = len(routing.source), weight.shape
     staged, y = x.new_empty(rows, k), x.new_empty(rows, n)
     tiling = split.tiling
+    gm.hold_context(x.device)
     most = -(-rows // tiling.block_m) + experts
     arrived = torch.zeros(most, dtype=torch.int32, device=x.device)
     space.meet()  # nobody reads the last call's tokens any more
@@ -175,6 +176,7 @@ def multiply_and_add(
     """`sum over k of weights[t, k] * (x @ weight)[positions[t, k]]` for this rank's tokens."""
     (world, tokens, top), (experts, k, n) = routing.positions.shape, weight.shape
     tiling = split.tiling
+    gm.hold_context(x.device)
     groups = -(-n // (tiling.block_n * split.wide))
     y, out = x.new_empty(x.shape[0], n), x.new_empty(tokens, n)
     counts = torch.zeros((1 + world) * groups, dtype=torch.int32, device=x.device)
@@ -292,10 +294,11 @@ def weight_gradient(  # noqa: PLR0913
     second: bool = False,
 ) -> Tensor:
     """`a_e^T b_e` in the weight's own layout; `index` is of a, or of b if `second`."""
-    first, last = (None, index) if second else (index, None)
+    if index is not None:  # gathering within the kernel took twice the time of the copy
+        a, b = (a, b.index_select(0, index)) if second else (a.index_select(0, index), b)
     if weight.is_contiguous():
-        return gm.multiply_columns(a, b, routing.ends, split.columns, split.sms, (first, last))
-    return gm.multiply_columns(b, a, routing.ends, split.columns, split.sms, (last, first)).mT
+        return gm.multiply_columns(a, b, routing.ends, split.columns, split.sms)
+    return gm.multiply_columns(b, a, routing.ends, split.columns, split.sms).mT
 
 
 def dispatch_matmul(

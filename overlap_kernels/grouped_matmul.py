@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,6 +123,16 @@ def describe(tensor: torch.Tensor, *block: int) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
+def hold_context(device: torch.device) -> None:
+    """Make the device's context this thread's, which encoding a descriptor needs.
+
+    Autograd's threads may have none: memory from the cache and a device that is current already
+    call nothing that would make it so. Recording an event does, in a capture too.
+    """
+    if device.type == "cuda" and threading.current_thread() is not threading.main_thread():
+        torch.cuda.current_stream(device).record_event()
+
+
 def multiply_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -140,6 +151,7 @@ def multiply_rows(
         sms: programs in the grid.
         index: int32 [rows], the row of `x` that a row takes; None: its own.
     """
+    hold_context(x.device)
     x = x.contiguous()
     experts, k, n = weight.shape
     rows = x.shape[0] if index is None else index.shape[0]
@@ -181,23 +193,21 @@ def multiply_columns(
     ends: torch.Tensor,
     tiling: Tiling,
     sms: int,
-    index: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """`out[e] = p_e^T q_e` over the rows of each expert, zeros without rows: [experts, M, N].
 
     Args:
-        p: [rows, M], or [tokens, M] with an index; dense.
-        q: [rows, N], likewise.
+        p: [rows, M], dense.
+        q: [rows, N], dense.
         ends: int32 [experts], the row after each expert's last.
         tiling: the cut; its `block_k` counts rows.
         sms: programs in the grid.
-        index: the row of `p` and of `q` that a row takes; at most one of the two.
     """
+    hold_context(p.device)
     p, q = p.contiguous(), q.contiguous()
     (m,), (n,), experts = p.shape[1:], q.shape[1:], ends.shape[0]
     out = p.new_empty(experts, m, n)
-    indirect = index[0] is not None or index[1] is not None
-    tma = by_tma(p) and by_tma(q) and not indirect and min(p.shape[0], q.shape[0]) > 0
+    tma = by_tma(p) and by_tma(q) and p.shape[0] > 0
     out_tma = describe(out, 1, tiling.block_m, tiling.block_n)
     kernel: Any = tiles.weights_kernel
     kernel[(sms,)](
@@ -205,7 +215,6 @@ def multiply_columns(
         describe(q, tiling.block_k, tiling.block_n) if tma else q,
         out,
         out_tma,
-        index[0] if index[0] is not None else index[1],
         ends,
         m,
         n,
@@ -213,8 +222,6 @@ def multiply_columns(
         padded=max(128, triton.next_power_of_2(experts)),
         tma=tma,
         out_tma_on=tiling.store_tma and out_tma is not out,
-        p_gather=index[0] is not None,
-        q_gather=index[1] is not None,
         **tiling.options(),
     )
     return out

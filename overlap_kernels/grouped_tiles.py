@@ -154,9 +154,9 @@ def rows_kernel(  # noqa: PLR0913
 
 @triton.jit
 def sum_rows(  # noqa: PLR0913
-    p: tl.tensor, q: tl.tensor, index: tl.tensor, first: tl.tensor, end: tl.tensor, at_m: tl.tensor,
-    at_n: tl.tensor, m: tl.tensor, n: tl.tensor, tma: tl.constexpr, p_gather: tl.constexpr,
-    q_gather: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+    p: tl.tensor, q: tl.tensor, first: tl.tensor, end: tl.tensor, at_m: tl.tensor,
+    at_n: tl.tensor, m: tl.tensor, n: tl.tensor, tma: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ) -> Any:  # fmt: skip
     """A tile of the sum of p[r]^T q[r] over rows `first` to `end`."""
     acc = tl.zeros((block_m, block_n), tl.float32)
@@ -174,26 +174,23 @@ def sum_rows(  # noqa: PLR0913
         for row in tl.range(first, end, block_k):
             rows = row + tl.arange(0, block_k)
             valid = rows < end
-            taken = rows
-            if p_gather or q_gather:
-                taken = tl.load(index + rows, mask=valid, other=0)
-            a = load_rows(p, taken if p_gather else rows, valid, row, at_m, m, False, block_m)
-            b = load_rows(q, taken if q_gather else rows, valid, row, at_n, n, False, block_n)
+            a = load_rows(p, rows, valid, row, at_m, m, False, block_m)
+            b = load_rows(q, rows, valid, row, at_n, n, False, block_n)
             acc = tl.dot(a.T, b, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit(do_not_specialize=["experts"])
 def weights_kernel(  # noqa: PLR0913
-    p: tl.tensor, q: tl.tensor, out: tl.tensor, out_tma: tl.tensor, index: tl.tensor,
+    p: tl.tensor, q: tl.tensor, out: tl.tensor, out_tma: tl.tensor,
     ends: tl.tensor, m: tl.tensor, n: tl.tensor, experts: tl.tensor, padded: tl.constexpr,
-    tma: tl.constexpr, out_tma_on: tl.constexpr, p_gather: tl.constexpr, q_gather: tl.constexpr,
+    tma: tl.constexpr, out_tma_on: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
     flatten: tl.constexpr,
 ) -> None:  # fmt: skip
     """out[e] = sum over rows r of expert e of p[r]^T q[r]; zeros for an expert without rows.
 
-    tma clips no expert's last rows: a last partial block is masked, in registers, after the rest.
+    TMA clips no expert's last rows: a last partial block is masked, in registers, after the rest.
     """
     row_start, row_end = expert_rows(ends, experts, padded)
     tiles_m, tiles_n = tl.cdiv(m, block_m), tl.cdiv(n, block_n)
@@ -210,8 +207,7 @@ def weights_kernel(  # noqa: PLR0913
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends + expert)
         acc = sum_rows(
-            p, q, index, first, end, at_m, at_n, m, n, tma, p_gather, q_gather, block_m, block_n,
-            block_k,
+            p, q, first, end, at_m, at_n, m, n, tma, block_m, block_n, block_k,
         )  # fmt: skip
         values = acc.to(out.dtype.element_ty)
         if out_tma_on:

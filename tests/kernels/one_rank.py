@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from dynaflow_train.overlap_kernels import experts as ex
+from dynaflow_train.overlap_kernels.grouped_kernel import GroupedKernel
 from tests.kernels.two_ranks import plain, with_gradients
 
 CASES = (  # dtype, tokens, top, experts, K, width, N
@@ -15,7 +18,28 @@ CASES = (  # dtype, tokens, top, experts, K, width, N
 )
 
 
+def chain(x, w, dy, ends):
+    """Forward, dgrad and wgrad as autograd writes them, and an op beside them."""
+    y = torch._grouped_mm(x, w.transpose(1, 2), ends)
+    return y.relu(), torch._grouped_mm(dy, w, ends), torch._grouped_mm(dy.t(), x, ends)
+
+
+def registered():
+    """The registry's kernel puts ours in place of all three."""
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    shapes = (10, 16), (3, 24, 16), (10, 24)
+    given = [torch.randn(shape, dtype=torch.float16) for shape in shapes]
+    graph = make_fx(chain, tracing_mode="fake")(*(each.bfloat16() for each in given), ends)
+    kernel = GroupedKernel(sms=2)
+    assert kernel.can_run(graph) is None
+    assert "no aten._grouped_mm" in kernel.can_run(make_fx(torch.relu)(given[0]))
+    found = kernel.bind(graph)([*given, ends])
+    for ours, theirs in zip(found, chain(*given, ends), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def main():
+    registered()
     for place, (kind, tokens, top, experts, k, width, n) in enumerate(CASES):
         torch.manual_seed(place)
         chosen = [torch.randperm(experts - 1)[:top] for _ in range(tokens)]  # the last: no token

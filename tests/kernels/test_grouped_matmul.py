@@ -82,8 +82,7 @@ def columns(tiling, kind="bf16", tma=True):
     if tma:
         given["out_tma"] = f"tensordesc<{kind}[1,{tiling.block_m},{tiling.block_n}]>"
     constants = {
-        "padded": 128, "tma": tma, "out_tma_on": tma, "p_gather": False, "q_gather": False,
-        "index": None, "out_tma": None,
+        "padded": 128, "tma": tma, "out_tma_on": tma, "out_tma": None,
     }  # fmt: skip
     return build(grouped_tiles.weights_kernel, given, constants, tiling, ("m", "n") if tma else ())
 
