@@ -307,10 +307,11 @@ def main() -> int:
         return int(wrong > 0)
     wrong = 0 if options.times_only else checks(device, options, start)
     print(f"after {time.perf_counter() - start:.0f} s", flush=True)
-    found = []
-    for name in [] if options.few else options.models:
-        if time.perf_counter() - start < options.seconds:
-            found.append(layer_times(name, device, options.rounds))
+    found = [
+        layer_times(name, device, options.rounds)
+        for name in ([] if options.few else options.models)
+        if time.perf_counter() - start < options.seconds
+    ]
     if options.out:
         said = {"wrong": wrong, "times": found}
         Path(options.out).write_text(json.dumps(said, indent=1))

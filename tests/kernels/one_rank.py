@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dynaflow_train.overlap_kernels import experts as ex
