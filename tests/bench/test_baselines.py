@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor.codecache import PyCodeCache
+from torch.distributed.tensor.debug import CommDebugMode
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, profiling, variants
@@ -72,6 +73,27 @@ def test_torchs_sequence_parallelism_gives_the_gradients_of_eager():
     for off, number, says in run_ranks(sequence_parallel, 2):
         assert off < 1e-5
         assert (number, says) == (20, "")
+
+
+def in_parts(rank: int) -> tuple[float, int, int]:
+    del rank
+    plain, bed = gradients(variants.eager(bed_of(2))), bed_of(2)
+    bed.in_parts = True
+    step = variants.eager(bed)
+    pairs = list(zip(plain, gradients(step), strict=True))
+    counts = []
+    for model in (step.model, bed.bare()):
+        with CommDebugMode() as seen:
+            model(**bed.batch.inputs)
+        counts.append(seen.get_total_counts())
+    return max(float((a - b).norm() / a.norm()) for a, b in pairs), *counts
+
+
+@pytest.mark.dist
+def test_hf_sp_has_the_gradients_of_hf_and_can_run_without_collectives():
+    for off, there, bare in run_ranks(in_parts, 2):
+        assert off < 1e-5
+        assert (there, bare) == (2 * 4 + 1, 0)  # forward: 2 layers, and the last's join
 
 
 def test_async_tp_is_read_off_the_code_that_was_loaded(monkeypatch, tmp_path):
