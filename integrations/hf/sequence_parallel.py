@@ -133,7 +133,9 @@ def cut_stream(model: PreTrainedModel) -> None:
 
     def begin(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if first.training:
-            hidden_states = _turned(hidden_states, CutFirst.apply, group.size, group.rank, group.name)
+            hidden_states = _turned(
+                hidden_states, CutFirst.apply, group.size, group.rank, group.name
+            )
         return of_first(hidden_states, *args, **kwargs)
 
     first.forward = begin
