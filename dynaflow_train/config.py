@@ -38,6 +38,7 @@ _LEAST = {
     "max_contexts": 1,
     "batch_dim": 0,
     "transfer_chunks": 1,
+    "expert_parallel": 1,
     "max_ctas": 1,
     "min_ctas": 1,
 }
@@ -89,6 +90,8 @@ class Recipe:
         max_contexts: plans kept per region; the oldest goes.
         tensor_parallel: "merged", our plan with one reduction per block input; "sequence", the same
             with each rank's part of the sequence between blocks; or the "host"'s own.
+        expert_parallel: ranks that share the experts of each layer of a transformers model, each
+            with tokens of its own: 1, or the number of processes.
         host: the system whose integration the launcher applies, or None.
         description: one line for people.
     """
@@ -110,6 +113,7 @@ class Recipe:
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Any], hash=False)
     max_contexts: int = 16
     tensor_parallel: TensorParallel = "merged"
+    expert_parallel: int = 1
     host: Host | None = None
     description: str = ""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
@@ -126,10 +127,14 @@ def parallelize(model: PreTrainedModel, ep_size: int) -> PreTrainedModel:
     `_ddp_params_and_buffers_to_ignore`). The experts' gradients are averages already.
 
     Raises:
-        UnsupportedError: no experts, experts that do not divide by `ep_size`, or of another form.
+        UnsupportedError: no experts, experts that do not divide by `ep_size` or of another form,
+            or other than `ep_size` processes.
     """
     check_version()
     define()
+    if dist.get_world_size() != ep_size:
+        msg = f"experts over ep_size={ep_size}, found {dist.get_world_size()} processes"
+        raise UnsupportedError(f"{msg}: start as many processes as ep_size, or change it")
     mesh = init_device_mesh(next(model.parameters()).device.type, (ep_size,))
     plan: dict[str, str] = getattr(model.config, "base_model_ep_plan", None) or {}
     ends = tuple(k.rpartition("*")[2] for k, style in plan.items() if style in HOST_STYLES)

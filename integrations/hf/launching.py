@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from dynaflow_train.errors import UnsupportedError
 
-from . import tensor_parallel
+from . import expert_parallel, tensor_parallel
 from .callback import DynaFlowCallback
 
 if TYPE_CHECKING:
@@ -95,18 +95,23 @@ def check_versions() -> None:
 
 
 def shard(model: Any, recipe: Recipe) -> Any:
-    """The model over accelerate's tensor-parallel group, by the recipe's plan, in place.
+    """The model over accelerate's tensor-parallel group or the recipe's expert-parallel, in place.
 
     Raises:
         UnsupportedError: it cannot be sharded so, or the host's own plan gives wrong gradients.
     """
     tp_size = ParallelismConfig().tp_size or 1  # reads what `accelerate launch` exported
-    if tp_size == 1:
+    ep_size = recipe.expert_parallel
+    if tp_size == ep_size == 1:
         return model
+    if tp_size > 1 and ep_size > 1:
+        msg = f"expert_parallel {ep_size} and tensor parallelism over {tp_size} ranks exclude each"
+        raise UnsupportedError(f"{msg} other: leave one out")
     if not isinstance(model, PreTrainedModel):
         found = type(model).__name__
+        kind = "tensor" if tp_size > 1 else "expert"
         msg = (
-            f"tensor parallelism over {tp_size} ranks needs Trainer(model=...) with a transformers "
+            f"{kind} parallelism over {max(tp_size, ep_size)} ranks needs Trainer(model=...) with a transformers "
             f"model, found {found}: pass the model itself instead of `model_init`"
         )
         raise UnsupportedError(msg)
@@ -115,5 +120,8 @@ def shard(model: Any, recipe: Recipe) -> Any:
         return model
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # several ranks share the cores of one host
+    if ep_size > 1:
+        done = hasattr(model, "_ddp_params_and_buffers_to_ignore")
+        return model if done else expert_parallel.parallelize(model, ep_size)
     own, sequence = recipe.tensor_parallel != "host", recipe.tensor_parallel == "sequence"
     return tensor_parallel.parallelize(model, tp_size, merged=own, sequence=sequence)

@@ -41,7 +41,9 @@ def test_accelerate_reads_the_config_beside_it(path):
     beside = path.with_suffix(".accelerate.yaml")
     config = config_args.load_config_from_file(str(beside))
     assert config.num_processes == 2
-    assert config.parallelism_config == {"parallelism_config_tp_size": 2}
+    shared = {} if "_ep2" in path.stem else {"parallelism_config_tp_size": 2}
+    assert (config.parallelism_config or {}) == shared
+    assert Recipe.load(path).expert_parallel == (2 if "_ep2" in path.stem else 1)
     command = path.read_text().partition("\ndescription")[0].replace("\\\n#", "")
     assert f"--config_file recipes/{beside.name}" in command
     assert f"--recipe recipes/{path.name}" in command

@@ -11,11 +11,23 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen3": Qwen3Config}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+EXPERTS: dict[str, dict[str, Any]] = {  # of each layer; two for every token
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
 VOCABULARY = 64
 
 
@@ -34,6 +46,7 @@ def build(name: str, *, layers: int = 2, seed: int = 0, **changes: Any) -> PreTr
         "use_cache": False,
     }
     torch.manual_seed(seed)
+    sizes |= EXPERTS.get(name, {})
     model = AutoModelForCausalLM.from_config(CONFIGS[name](**{**sizes, **changes}))
     with torch.no_grad():  # norms start at one, biases at zero: give them values that show
         for parameter in model.parameters():
