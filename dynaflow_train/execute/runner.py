@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dynaflow_train.execute.program import Program
 
 UNKNOWN_PARAMETERS = "it is not known which inputs are parameters, and stay where they are"
-RAGGED = "how many rows go to which rank is known at run time only: set a capacity to record"
+RAGGED = "how many rows go to which rank is known at run time only"
 MEASURED_CALL = 3  # by then kernels are loaded and the allocator is warm
 Symbols = dict[sympy.Symbol, int]
 MakePlan = Callable[[Region, Symbols, int, "tuple[int, ...] | None"], Plan]
