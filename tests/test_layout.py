@@ -36,7 +36,8 @@ def house(root: Path, **files: str) -> Path:
 def test_this_repository_keeps_its_budgets():
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "lines of code in the product, of 9000" in run.stdout
+    assert "lines of code in dynaflow_train and integrations, of 9500" in run.stdout
+    assert "lines of code in overlap_kernels, of 2500" in run.stdout
 
 
 def test_exactly_at_the_budget_passes_and_one_more_line_fails(layout, tmp_path):
@@ -54,14 +55,19 @@ def test_long_function_is_named_with_its_length(layout, tmp_path):
 
 
 def test_product_total_counts_symlinked_folders_once(layout, tmp_path):
-    files = {f"integrations__f{i}": "x = 1\n" * 400 for i in range(22)}
-    root = house(tmp_path, dynaflow_train__a="x = 1\n" * 200, tests__t="x = 1\n" * 300, **files)
+    files = {f"integrations__f{i}": "x = 1\n" * 400 for i in range(23)}
+    root = house(tmp_path, dynaflow_train__a="x = 1\n" * 300, tests__t="x = 1\n" * 300, **files)
     (root / "dynaflow_train" / "integrations").symlink_to("../integrations")
     report, breaches = layout.check(root)
     assert breaches == []
-    assert report[-1] == " 9000 lines of code in the product, of 9000"
-    house(root, dynaflow_train__b="x = 1\n")
-    assert layout.check(root)[1] == ["the product has 9001 lines of code, over 9000"]
+    both = "dynaflow_train and integrations"
+    assert report[-2] == f" 9500 lines of code in {both}, of 9500"
+    house(root, dynaflow_train__b="x = 1\n", overlap_kernels__k="x = 1\n")
+    assert layout.check(root)[1] == [f"{both}: 9501 lines of code, over 9500"]
+    kernels = {f"overlap_kernels__k{i}": "x = 1\n" * 400 for i in range(7)}
+    assert layout.check(house(root, **kernels))[1][1:] == [
+        "overlap_kernels: 2801 lines of code, over 2500"
+    ]
 
 
 def test_only_code_counts_in_the_total(layout):

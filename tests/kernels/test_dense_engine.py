@@ -98,8 +98,7 @@ def by_kernels(rank: int) -> dict[str, tuple[float, str, str, list[str]]]:
     del rank
     found = {}
     for strategy, region, way in (
-        ("tokenweave", "model", "1 shot(s), 16"),
-        ("tokenweave", "layer", "2 shot(s), 16"),
+        ("tokenweave", "model", "2 shot(s), 16"),
         ("tokenweave", "layer", "copies in 2"),
         ("flux", "model", "4 chunks"),
     ):
@@ -116,10 +115,11 @@ def by_kernels(rank: int) -> dict[str, tuple[float, str, str, list[str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_strategies_give_the_gradients_of_the_plain_run_by_their_kernels(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for found in run_ranks(by_kernels, 2, spawn=True, timeout_s=170):
+    for found in run_ranks(by_kernels, 2, spawn=True, timeout_s=290):
         for name, (excess, where, explained, told) in found.items():
             assert excess < 4, (name, where)
             assert not told, name

@@ -24,7 +24,7 @@ OLD = triton.__version__.startswith("3.6") and numpy.lib.NumpyVersion(numpy.__ve
 interpreter = pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 needs numpy < 2.4")
 
 
-def interpret(*command, timeout=150):
+def interpret(*command, timeout=170):
     """Runs a module in Triton's interpreter: the mode is read when Triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     return subprocess.run(
