@@ -111,8 +111,8 @@ def shard(model: Any, recipe: Recipe) -> Any:
         found = type(model).__name__
         kind = "tensor" if tp_size > 1 else "expert"
         msg = (
-            f"{kind} parallelism over {max(tp_size, ep_size)} ranks needs Trainer(model=...) with a "
-            f"transformers model, found {found}: pass the model itself instead of `model_init`"
+            f"{kind} parallelism over {max(tp_size, ep_size)} ranks needs Trainer(model=...) with "
+            f"a transformers model, found {found}: pass the model itself instead of `model_init`"
         )
         raise UnsupportedError(msg)
     if (getattr(model, "_tp_size", None) or 1) > 1:
