@@ -39,6 +39,7 @@ _LEAST = {
     "batch_dim": 0,
     "transfer_chunks": 1,
     "expert_parallel": 1,
+    "sm_reserve": 0,
     "max_ctas": 1,
     "min_ctas": 1,
 }
@@ -92,6 +93,8 @@ class Recipe:
             with each rank's part of the sequence between blocks; or the "host"'s own.
         expert_parallel: ranks that share the experts of each layer of a transformers model, each
             with tokens of its own: 1, or the number of processes.
+        sm_reserve: SMs that grouped products of experts leave to communication beside them, by a
+            switch internal to torch; 0 leaves it alone.
         host: the system whose integration the launcher applies, or None.
         description: one line for people.
     """
@@ -114,6 +117,7 @@ class Recipe:
     max_contexts: int = 16
     tensor_parallel: TensorParallel = "merged"
     expert_parallel: int = 1
+    sm_reserve: int = 0
     host: Host | None = None
     description: str = ""
 

@@ -18,12 +18,16 @@ never relied upon, since ops with ragged tensors run operator by operator.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 NAMESPACE = "dynaflow"
 READY = "_dynaflow_ready"  # on a tensor of the host: the event after which it may be read
@@ -39,7 +43,7 @@ def define() -> Any:
     exchange_rows: `sizes` [2, experts of all ranks]; `back` swaps what is sent and received.
     group_rows: rows by sender and expert, `received` [ranks * own experts], become rows by expert.
     grouped_mm: rows of expert e @ weight[e].T, or @ weight[e] if `transposed`.
-    grouped_wgrad: for each expert left.T @ right of its rows.
+    grouped_wgrad: for each expert left.T @ right of its rows. `reserve`: see `sms_left`.
     """
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema, (run, fake, backward) in zip(_TAKES.split("\n")[1:], _DOES, strict=True):
@@ -205,10 +209,29 @@ def _fused(*operands: Tensor) -> bool:
     return all(x.is_cuda and x.dtype == torch.bfloat16 and x.numel() for x in operands)
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+@contextlib.contextmanager
+def sms_left(number: int) -> Generator[None]:
+    """Products launched within leave as many SMs to others: collectives, say. 0 changes nothing.
+
+    Internal to torch (2.11 to 2.13): it reaches `_grouped_mm`, not cuBLAS' plain products.
+    """
+    before = torch._C._get_sm_carveout_experimental()
+    if number:
+        torch._C._set_sm_carveout_experimental(number)
+    try:
+        yield
+    finally:
+        if number:
+            torch._C._set_sm_carveout_experimental(before)
+
+
+def _grouped_mm(
+    rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, reserve: int = 0
+) -> Tensor:
     right = weight if transposed else weight.transpose(1, 2)
     if _fused(rows, weight):
-        return torch._grouped_mm(rows, right, offs=ends)
+        with sms_left(reserve):
+            return torch._grouped_mm(rows, right, offs=ends)
     out, start = rows.new_empty((rows.shape[0], right.shape[2])), 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(rows[start:end], right[expert], out=out[start:end])
@@ -216,21 +239,24 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) ->
     return out
 
 
-def _grouped_mm_fake(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _grouped_mm_fake(
+    rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, reserve: int = 0
+) -> Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[2 if transposed else 1]))
 
 
 def _grouped_mm_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    (transposed,), (rows, weight, ends) = ctx.others, ctx.saved_tensors
+    (transposed, reserve), (rows, weight, ends) = ctx.others, ctx.saved_tensors
     ops = torch.ops.dynaflow
     left, right = (rows, gradient) if transposed else (gradient, rows)
-    wgrad = ops.grouped_wgrad(left, right, ends) if ctx.needs_input_grad[1] else None
-    return ops.grouped_mm(gradient, weight, ends, not transposed), wgrad, None, None
+    wgrad = ops.grouped_wgrad(left, right, ends, reserve) if ctx.needs_input_grad[1] else None
+    return ops.grouped_mm(gradient, weight, ends, not transposed, reserve), wgrad, *[None] * 3
 
 
-def _grouped_wgrad(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_wgrad(left: Tensor, right: Tensor, ends: Tensor, reserve: int = 0) -> Tensor:
     if _fused(left, right):
-        return torch._grouped_mm(left.t(), right, offs=ends)
+        with sms_left(reserve):
+            return torch._grouped_mm(left.t(), right, offs=ends)
     out, start = left.new_empty((ends.numel(), left.shape[1], right.shape[1])), 0
     for expert, end in enumerate(ends.tolist()):
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
@@ -238,7 +264,7 @@ def _grouped_wgrad(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _grouped_wgrad_fake(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_wgrad_fake(left: Tensor, right: Tensor, ends: Tensor, reserve: int = 0) -> Tensor:
     return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
 
 
@@ -250,8 +276,8 @@ to_host(Tensor counts, Tensor received, str group) -> Tensor
 exchange_rows(Tensor rows, Tensor sizes, bool back, str group) -> Tensor
 group_rows(Tensor rows, Tensor received, int ranks) -> (Tensor, Tensor)
 ungroup_rows(Tensor rows, Tensor received, int ranks) -> Tensor
-grouped_mm(Tensor rows, Tensor weight, Tensor ends, bool transposed) -> Tensor
-grouped_wgrad(Tensor left, Tensor right, Tensor ends) -> Tensor"""
+grouped_mm(Tensor rows, Tensor weight, Tensor ends, bool transposed, int reserve=0) -> Tensor
+grouped_wgrad(Tensor left, Tensor right, Tensor ends, int reserve=0) -> Tensor"""
 _DOES: tuple[tuple[Any, Any, Any], ...] = (  # what it does, its fake, its backward
     (_sort_pairs, _sort_pairs_fake, None),
     (_sort_rows, _sort_rows_fake, _sort_rows_backward),

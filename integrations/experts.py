@@ -55,11 +55,15 @@ def run_experts(
     return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, reserve: int = 0
+) -> Tensor:
     """Each expert's rows times its weight [out, in], or [in, out] if `transposed`.
 
-    Within autocast in its dtype, as `F.linear`; else in the weight's.
+    Within autocast in its dtype, as `F.linear`; else in the weight's. `reserve`: SMs that the
+    product leaves to collectives (`rows.sms_left`).
     """
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return torch.ops.dynaflow.grouped_mm(rows.to(dtype), weight.to(dtype), ends, transposed)
+    rows, weight = rows.to(dtype), weight.to(dtype)
+    return torch.ops.dynaflow.grouped_mm(rows, weight, ends, transposed, reserve)

@@ -42,15 +42,17 @@ class Experts(TensorParallelLayer):
         return module
 
 
-def forward_of(experts: Any, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def forward_of(
+    experts: Any, mesh: DeviceMesh, reserve: int = 0
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The experts' forward over the ranks of `mesh`: (hidden, index, weights) -> hidden."""
     ranks, local = (mesh.get_group().group_name, mesh.size()), int(experts.num_experts)
-    flipped = bool(getattr(experts, "is_transposed", False))
+    how = {"transposed": bool(getattr(experts, "is_transposed", False)), "reserve": reserve}
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
-        rows = grouped_linear(rows, experts.gate_up_proj, ends, transposed=flipped)
+        rows = grouped_linear(rows, experts.gate_up_proj, ends, **how)
         rows = experts._apply_gate(rows)
-        return grouped_linear(rows, experts.down_proj, ends, transposed=flipped)
+        return grouped_linear(rows, experts.down_proj, ends, **how)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         with local_parameters(experts):
@@ -119,12 +121,13 @@ def _implementation(host: Any) -> type:
     return DynaFlowEP
 
 
-def parallelize(model: PreTrainedModel, ep_size: int) -> PreTrainedModel:
+def parallelize(model: PreTrainedModel, ep_size: int, sm_reserve: int = 0) -> PreTrainedModel:
     """Share each layer's experts over `ep_size` ranks, in place; all else stays whole.
 
     The ranks must hold equal weights. Each has its own tokens: average the gradients of all other
     parameters over the ranks, as DistributedDataParallel does (it leaves the experts alone: see
-    `_ddp_params_and_buffers_to_ignore`). The experts' gradients are averages already.
+    `_ddp_params_and_buffers_to_ignore`). The experts' gradients are averages already. Their
+    products leave `sm_reserve` SMs to the all-to-alls beside them (`rows.sms_left`).
 
     Raises:
         UnsupportedError: no experts, experts that do not divide by `ep_size` or of another form,
@@ -154,6 +157,6 @@ def parallelize(model: PreTrainedModel, ep_size: int) -> PreTrainedModel:
             shard.shard_param(experts, key, mesh)
             experts._parameters[key].register_hook(lambda gradient: gradient / ep_size)
             ignored.append(f"{name}.{key}")
-        Experts().install_forward(experts, mesh)
+        experts.forward = forward_of(experts, mesh, sm_reserve)
     model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
     return model

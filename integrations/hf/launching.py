@@ -122,6 +122,6 @@ def shard(model: Any, recipe: Recipe) -> Any:
         torch.set_num_threads(1)  # several ranks share the cores of one host
     if ep_size > 1:
         done = hasattr(model, "_ddp_params_and_buffers_to_ignore")
-        return model if done else expert_parallel.parallelize(model, ep_size)
+        return model if done else expert_parallel.parallelize(model, ep_size, recipe.sm_reserve)
     own, sequence = recipe.tensor_parallel != "host", recipe.tensor_parallel == "sequence"
     return tensor_parallel.parallelize(model, tp_size, merged=own, sequence=sequence)
