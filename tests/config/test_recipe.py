@@ -27,6 +27,8 @@ FULL = {
     "transfer": "copy_engine",
     "transfer_chunks": 4,
     "tensor_parallel": "host",
+    "expert_parallel": 2,
+    "sm_reserve": 8,
     "host": "hf",
     "description": "for a test",
 }
@@ -58,6 +60,8 @@ def test_defaults_are_the_documented_ones():
         "nccl": {},
         "max_contexts": 16,
         "tensor_parallel": "merged",
+        "expert_parallel": 1,
+        "sm_reserve": 0,
         "host": None,
         "description": "",
     }
