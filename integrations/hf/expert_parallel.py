@@ -47,7 +47,10 @@ def forward_of(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The experts' forward over the ranks of `mesh`: (hidden, index, weights) -> hidden."""
     ranks, local = (mesh.get_group().group_name, mesh.size()), int(experts.num_experts)
-    how = {"transposed": bool(getattr(experts, "is_transposed", False)), "reserve": reserve}
+    how: dict[str, Any] = {
+        "transposed": bool(getattr(experts, "is_transposed", False)),
+        "reserve": reserve,
+    }
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
         rows = grouped_linear(rows, experts.gate_up_proj, ends, **how)
