@@ -15,18 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _await(flag, epoch, state, host, peer, limit):
-    """Spins until the flag reaches `epoch`; gives up after `limit` and leaves word for the host."""
-    left = tl.where(tl.load(state) == 0, limit, 0)
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while (seen < epoch) & (left > 0):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        left -= 1
-    if seen < epoch:
-        tl.store(state, 1)
-        tl.store(host, peer + 1)
+from dynaflow_train.overlap_kernels.flags import wait_for
 
 
 @triton.jit
@@ -40,7 +29,7 @@ def _handshake(
         tl.atomic_xchg(theirs + rank * SLOTS + slot, epoch, sem="release", scope="sys")
     own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(WORLD):
-        _await(own + peer * SLOTS + slot, epoch, state, host, peer, limit)
+        wait_for(own + peer * SLOTS + slot, epoch, state, host, peer, limit)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "limit"])

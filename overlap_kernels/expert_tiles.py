@@ -19,6 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from dynaflow_train.overlap_kernels.flags import wait_for
 from dynaflow_train.overlap_kernels.grouped_tiles import (
     expert_rows,
     find_tile,
@@ -27,26 +28,6 @@ from dynaflow_train.overlap_kernels.grouped_tiles import (
     store_rows,
     swizzle,
 )
-
-
-@triton.jit
-def wait_for(
-    flag: tl.tensor,
-    least: tl.tensor,
-    state: tl.tensor,
-    host: tl.tensor,
-    peer: tl.tensor,
-    limit: tl.tensor,
-) -> None:
-    """Spin until the flag is `least` or more; after `limit` give up and tell the host who."""
-    left = tl.where(tl.load(state) == 0, limit, 0)
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    while (seen < least) & (left > 0):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        left -= 1
-    if seen < least:
-        tl.store(state, 1)
-        tl.store(host, peer + 1)
 
 
 @triton.jit
