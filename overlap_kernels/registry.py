@@ -16,6 +16,7 @@ from torch import fx
 
 from dynaflow_train.errors import KernelError
 from dynaflow_train.overlap_kernels.dense import Fused, fused_kernels
+from dynaflow_train.overlap_kernels.grouped_kernel import GroupedKernel
 
 if TYPE_CHECKING:
     from dynaflow_train.overlap_kernels.choice import Host
@@ -104,4 +105,5 @@ class Plain:
 
 def default_registry() -> Registry:
     """All kernels that come with dynaflow_train."""
-    return Registry({kernel.name: kernel for kernel in (Plain(), *fused_kernels())})
+    every = (Plain(), *fused_kernels(), GroupedKernel())
+    return Registry({kernel.name: kernel for kernel in every})

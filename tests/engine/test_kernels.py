@@ -176,7 +176,7 @@ def test_the_registry():
     registry = default_registry()
     assert list(registry.kernels) == [
         "plain", "all_reduce_rms_norm", "all_gather_matmul", "matmul_reduce_scatter",
-        "matmul_all_reduce",
+        "matmul_all_reduce", "grouped_matmul",
     ]  # fmt: skip
     with pytest.raises(KernelError, match="'plain' is registered already"):
         registry.add(Plain())
