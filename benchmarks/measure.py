@@ -59,8 +59,9 @@ class CaseRun:
         """
         bed = self._bed()
         _wake(self.device, self.job.executor)
+        job = self.job
         for variant in variants(
-            self.job.strategies, ablation=self.job.ablation, host=self.job.host
+            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks
         ):
             if reason := variant.why_not(self.device, self.job.link):
                 self.skipped[variant.name] = reason
@@ -204,7 +205,7 @@ def _notes(each: Prepared) -> dict[str, Any]:
     recorded = sum(each.milliseconds for each in recordings) if recordings else None
     reasons = dict.fromkeys(p.plan.reason for p in api.plans(model) if p.plan.reason)
     uncut = [f"ran uncut: {reason}" for reason in reasons]
-    words = [*map(str, found.choices), *found.graphs, *found.nccl, *uncut]
+    words = [*map(str, found.choices), *found.kernels, *found.graphs, *found.nccl, *uncut]
     return {"recorded_ms": recorded, "says": "\n".join(words)}
 
 

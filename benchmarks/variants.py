@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, specs
-from dynaflow_train.benchmarks.job import HF, OF_HF, SINGLE
+from dynaflow_train.benchmarks.job import HF, HF_SP, MEGATRON, MEGATRON_SP, OF_HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
 from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
@@ -20,6 +20,8 @@ from dynaflow_train.capture import correct_gradients
 from dynaflow_train.execute.graphs import UNTIL_RECORDED
 from dynaflow_train.integrations import functions
 from dynaflow_train.strategies.auto import Auto
+from dynaflow_train.strategies.flux import Flux
+from dynaflow_train.strategies.tokenweave import TokenWeave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dynaflow_train.strategy import Strategy
 
 WITHOUT = ", no collectives"
+NVLINK = ("nvlink",)
 
 
 @dataclass
@@ -102,8 +105,10 @@ class Variant:
         kind: "baseline", "ours", or "without" (collectives removed).
         graph: whether it needs CUDA graphs.
         warmups: steps before it is timed.
-        ranks: whether it needs several. peers: whether their GPUs must reach each other's memory.
+        ranks: whether it needs several.
+        links: those on which it runs, as its ranks reach each other's memory; (): any.
         afresh: compile without Inductor's cache of graphs.
+        idle: why its kernels have nothing to replace in this host's layers, or "".
     """
 
     name: str
@@ -112,8 +117,9 @@ class Variant:
     graph: bool = False
     warmups: int = 5
     ranks: bool = False
-    peers: bool = False
+    links: tuple[str, ...] = ()
     afresh: bool = False
+    idle: str = ""
 
     def why_not(self, device: torch.device, link: str) -> str | None:
         """Why it cannot run there, or None."""
@@ -121,9 +127,10 @@ class Variant:
             return f"CUDA graphs need a CUDA device, this is {device.type}"
         if self.ranks and link == SINGLE:
             return "it is about what ranks exchange, this is one"
-        pipelined = dtensor.ASYNC in self.name
-        if self.peers and link not in (("nvlink",) if pipelined else ("nvlink", "gloo")):
-            what = "async TP not applied: it" if pipelined else "it"
+        if self.idle:
+            return self.idle
+        if self.links and link not in self.links:
+            what = "async TP not applied: it" if dtensor.ASYNC in self.name else "it"
             return f"{what} needs GPUs with peer access, the link is {link}"
         return None
 
@@ -169,7 +176,7 @@ DTENSOR = (
         dtensor.NAME + dtensor.ASYNC,
         functools.partial(dtensor.step, pipelined=True),
         ranks=True,
-        peers=True,
+        links=NVLINK,
     ),
 )
 BARE = (
@@ -179,7 +186,9 @@ BARE = (
 STRATEGIES = (
     "sequential", "comm_overlap", "dual_batch", "nanoflow", "auto",
     "sequential+graph", "comm_overlap+graph", "dual_batch+graph", "nanoflow+graph", "auto+graph",
+    "flux", "tokenweave", "flux+graph", "tokenweave+graph",
 )  # fmt: skip
+FLUX_RANKS = 2  # of `matmul_all_reduce`
 ABLATION = (  # what is turned off, the whole, the whole without it
     ("CUDA graphs", "auto+graph", "auto"),
     ("dynamic choice", "auto+graph", "dual_batch+graph"),
@@ -214,7 +223,25 @@ def warmups(strategy: Strategy, *, graph: bool) -> int:
     return each * len(strategy.alternatives) + 10
 
 
-def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) -> list[Variant]:
+def idle(strategy: Strategy, host: str, ranks: int) -> str:
+    """Why a strategy's kernels have nothing to replace in a host's layers, or ""."""
+    in_parts = host in (HF_SP, MEGATRON_SP)
+    if isinstance(strategy, Flux) and not in_parts and ranks != FLUX_RANKS:
+        return (
+            f"without sequence parallelism flux fuses the all-reduces of {FLUX_RANKS} ranks, these "
+            f"are {ranks}: take --host {HF_SP} or {MEGATRON_SP}"
+        )
+    if isinstance(strategy, TokenWeave) and in_parts:
+        return (
+            "tokenweave fuses all-reduces, of which sequence parallelism has none: take --host "
+            f"{HF if host == HF_SP else MEGATRON}"
+        )
+    return ""
+
+
+def variants(
+    lines: Sequence[str], *, ablation: bool = False, host: str = HF, ranks: int = FLUX_RANKS
+) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
 
     Raises:
@@ -225,6 +252,8 @@ def variants(lines: Sequence[str], *, ablation: bool = False, host: str = HF) ->
     for line in dict.fromkeys(asked):
         spec, make = specs.read(line), functools.partial(ours, line=line)
         ready = warmups(spec.strategy, graph=spec.graph)
-        copies, afresh = "transfer" in spec.options, "reuse" in spec.off
-        found.append(Variant(line, make, "ours", spec.graph, ready, copies, copies, afresh))
+        fused, copies = isinstance(spec.strategy, Flux | TokenWeave), "transfer" in spec.options
+        links = NVLINK if fused else (*NVLINK, "gloo") if copies else ()
+        rest = (bool(links), links, "reuse" in spec.off, idle(spec.strategy, host, ranks))
+        found.append(Variant(line, make, "ours", spec.graph, ready, *rest))
     return [*found, *BARE]

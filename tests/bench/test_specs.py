@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
+import torch
 
 from dynaflow_train.benchmarks import command, specs
 from dynaflow_train.benchmarks.variants import STRATEGIES, variants
@@ -67,6 +68,28 @@ def test_a_variant_is_named_by_its_line():
     found = {each.name: each for each in variants([*STRATEGIES, "comm_overlap+ctas=8+graph"])}
     assert found["comm_overlap+ctas=8+graph"].graph
     assert not found["comm_overlap"].graph
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "ranks", "link", "words"),
+    [
+        ("flux", "hf-sp", 2, "nvlink", ""),
+        ("flux", "hf", 2, "nvlink", ""),
+        ("flux", "megatron", 4, "nvlink", "flux fuses the all-reduces of 2 ranks, these are 4: "),
+        ("tokenweave", "hf", 4, "nvlink", ""),
+        ("tokenweave+graph", "megatron-sp", 2, "nvlink", "has none: take --host megatron"),
+        ("tokenweave", "hf", 2, "no-p2p", "it needs GPUs with peer access, the link is no-p2p"),
+        ("flux", "hf-sp", 2, "gloo", "it needs GPUs with peer access, the link is gloo"),
+        ("flux", "hf-sp", 1, "single", "it is about what ranks exchange, this is one"),
+    ],
+)
+def test_kernels_that_talk_to_ranks_run_where_they_have_something_to_replace(
+    line, host, ranks, link, words
+):
+    assert {"flux", "tokenweave", "flux+graph", "tokenweave+graph"} < set(STRATEGIES)
+    made = {each.name: each for each in variants([line], host=host, ranks=ranks)}
+    reason = made[line].why_not(torch.device("cuda"), link)
+    assert words in reason if words else reason is None
 
 
 def test_each_number_of_connections_has_a_group_and_files_of_its_own(tmp_path):
