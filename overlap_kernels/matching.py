@@ -1,8 +1,8 @@
 """Finds in a chain's graph what a kernel stands in for, and puts it there.
 
-What is left of the graph beside the kernel may only be views and casts. A norm is recognised by
-what it computes, not by how it is written: the chain runs on random numbers with its collective
-left out, and each result must be one of the kernel's own.
+What is left of the graph beside the kernel may only be views, casts and copies. A norm is
+recognised by what it computes, not by how it is written: the chain runs on random numbers with its
+collective left out, and each result must be one of the kernel's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _LEFT = (
     *_VIEWS, _aten.permute.default, _aten.t.default, _aten.transpose.int, _aten.detach.default,
     _aten.unsqueeze.default, _aten.squeeze.dim, _aten.alias.default, _aten.expand.default,
-    _aten._to_copy.default, torch.ops.prims.convert_element_type.default,
+    _aten._to_copy.default, _aten.clone.default, torch.ops.prims.convert_element_type.default,
 )  # fmt: skip
 COLLECTIVES: dict[str, Any] = {
     "all_reduce": _c10d.all_reduce.default,
