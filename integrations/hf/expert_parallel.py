@@ -35,7 +35,7 @@ HOST_STYLES = ("moe_tp_experts", "ep_dispatch_experts")  # of 5.17, of the newes
 class Experts(TensorParallelLayer):
     """Stacked gated experts of which every rank holds some; each rank has its own tokens."""
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Send each token to the ranks of its experts; [t, h] -> [t, h]."""
         check_experts(module)
         module.forward = forward_of(module, mesh)

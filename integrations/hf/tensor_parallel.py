@@ -94,7 +94,7 @@ class BlockInput(TensorParallelLayer):
         del module
         return sum_gradient(hidden, group.name)
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Let the first argument go through `enter`."""
         group, plain = group_of(mesh), module.forward
 
@@ -118,7 +118,7 @@ class Column(ColwiseParallel):
         del module
         return plain(x)
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Run the plain forward on the local slices of weight and bias."""
         del mesh
         plain = module.forward
@@ -146,7 +146,7 @@ class Row(RowwiseParallel):
         del module, group
         return bias
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Run the plain forward without the bias, sum over the group, then add the bias once."""
         group, plain = group_of(mesh), module.forward
 
@@ -173,7 +173,7 @@ class Shared(TensorParallelLayer):
         del module
         return True
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Pass each parameter of `module` through f."""
         group, plain = group_of(mesh), module.forward
 
@@ -191,7 +191,7 @@ class Shared(TensorParallelLayer):
 class Whole(TensorParallelLayer):
     """Every rank holds and computes all of it."""
 
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh, **_host: Any) -> nn.Module:
         """Leave the module as it is."""
         del mesh
         return module
