@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor.codecache import PyCodeCache
-from torch.distributed.tensor.debug import CommDebugMode
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, profiling, variants
 from dynaflow_train.benchmarks.cases import CASES
 from dynaflow_train.benchmarks.steps import Batch, Clock
+from tests.collectives import CountCollectives
 from tests.ranks import run_ranks
 
 LINES = ("dual_batch", "dual_batch+copied", "dual_batch+recompiled")
@@ -83,9 +83,9 @@ def in_parts(rank: int) -> tuple[float, int, int]:
     pairs = list(zip(plain, gradients(step), strict=True))
     counts = []
     for model in (step.model, bed.bare()):
-        with CommDebugMode() as seen:
+        with CountCollectives() as seen:
             model(**bed.batch.inputs)
-        counts.append(seen.get_total_counts())
+        counts.append(seen.counts.total())
     return max(float((a - b).norm() / a.norm()) for a, b in pairs), *counts
 
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import masking_utils
 
 from dynaflow_train.benchmarks import cases
 from dynaflow_train.benchmarks.cases import CASES
 from dynaflow_train.benchmarks.models import build, config, share
 from dynaflow_train.errors import RecipeError, UnsupportedError
+from tests.collectives import CountCollectives
 from tests.ranks import run_ranks
 
 
@@ -83,11 +83,11 @@ def alone(rank):
     case = dataclasses.replace(CASES["tiny"], tp=2)
     one, bare = build(case, device, dtype, mesh=mesh), build(case, device, dtype, cut=2)
     inputs, counts = case.inputs(device, dtype), []
-    with CommDebugMode() as seen:
+    with CountCollectives() as seen:
         out = one(**inputs).last_hidden_state
-        counts.append(seen.get_total_counts())
+        counts.append(seen.counts.total())
         out.sum().backward()
-        counts.append(seen.get_total_counts())
+        counts.append(seen.counts.total())
     bare(**inputs).last_hidden_state.sum().backward()
     pairs = zip(one.parameters(), bare.parameters(), strict=True)
     used = [(p.grad, q.grad) for p, q in pairs if q.grad is not None]  # not the embedding

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 import dynaflow_train as df
 from dynaflow_train import strategies
@@ -17,6 +16,7 @@ from dynaflow_train.integrations.hf import sequence_parallel as sp
 from dynaflow_train.integrations.hf import tensor_parallel as tp
 from dynaflow_train.integrations.hf.launching import shard
 from dynaflow_train.strategies.dual_batch import DualBatch
+from tests.collectives import CountCollectives
 from tests.engine.harness import Switch
 from tests.hf.models import build, oracle, plain_step, tokens, worst_excess
 from tests.ranks import run_ranks
@@ -56,14 +56,11 @@ def collectives() -> list[dict[str, int]]:
     os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "2"
     recipe = df.Recipe("sequential", tensor_parallel="sequence")
     model = shard(build("llama", layers=LAYERS), recipe).model
-    with CommDebugMode() as forward:
+    with CountCollectives() as forward:
         out = model(input_ids=tokens(0)).last_hidden_state
-    with CommDebugMode() as backward:
+    with CountCollectives() as backward:
         out.sum().backward()
-    return [
-        {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
-        for mode in (forward, backward)
-    ]
+    return [dict(mode.counts) for mode in (forward, backward)]
 
 
 def seen_by_norms(model: nn.Module) -> list[tuple[int, ...]]:

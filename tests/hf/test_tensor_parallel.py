@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import GPT2Config, LlamaConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from dynaflow_train.errors import UnsupportedError
 from dynaflow_train.integrations.hf import tensor_parallel as tp
+from tests.collectives import CountCollectives
 from tests.hf.models import build, oracle, plain_step, tokens, worst_excess
 from tests.ranks import run_ranks
 
@@ -50,14 +50,11 @@ def test_gradients_of_two_accumulated_steps_equal_the_unsharded_model(model, bac
 def collectives(rank: int, model: dict[str, Any]) -> list[dict[str, int]]:
     del rank
     sharded = tp.parallelize(build(layers=LAYERS, **model), 2).model
-    with CommDebugMode() as forward:
+    with CountCollectives() as forward:
         loss = sharded(input_ids=tokens(0)).last_hidden_state.sum()
-    with CommDebugMode() as backward:
+    with CountCollectives() as backward:
         loss.backward()
-    return [
-        {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
-        for mode in (forward, backward)
-    ]
+    return [dict(mode.counts) for mode in (forward, backward)]
 
 
 @pytest.mark.dist
