@@ -34,6 +34,7 @@ class CommOverlap(Strategy):
     rules: ClassVar[tuple[Rule, ...]] = (
         SplitModule("*.self_attn|*.self_attention|*.attention|*.attn", optional=True),
         SplitModule("*.mlp|*.feed_forward|*.ffn", optional=True),
+        SplitModule("*.shared_expert|*.shared_experts", optional=True),
     )
 
     @property

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -23,10 +25,31 @@ CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "deepseek_v3": DeepseekV3Config,
+}
+LATENT = {  # DeepSeek's attention, whose first layer is dense
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # of each layer; two for every token
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "deepseek_v3": LATENT | {"n_shared_experts": 1, "n_group": 2, "topk_group": 1},
 }
 VOCABULARY = 64
 
