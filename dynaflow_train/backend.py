@@ -86,7 +86,13 @@ def compile_graph(
     _register(session, example_inputs)
     session.captures.append(stages.capture)
     inputs, wrap = localise(gm, example_inputs)
-    return wrap(capture(gm, inputs, stages.compilers(), session.max_micro_batches, rules))
+    run = wrap(capture(gm, inputs, stages.compilers(), session.max_micro_batches, rules))
+
+    def counted(*args: Any) -> Any:
+        session.calls += 1
+        return run(*args)
+
+    return counted
 
 
 def sessions_of(model: torch.nn.Module) -> list[Session]:

@@ -31,7 +31,10 @@ class Dispatcher:
         enabled: False runs the plain forward.
         before_run: called outside the capture before each run of the region.
         before: what stood in its place.
+        runs_itself: False if another's call has run it.
     """
+
+    runs_itself = True
 
     def __init__(self, module: torch.nn.Module, session: Session) -> None:
         self.module, self.session, self.enabled = module, session, True
@@ -48,6 +51,7 @@ class Dispatcher:
             return self.module._call_impl(*args, **kwargs)
         for call in self.before_run:
             call()
+        calls = self.session.calls
         try:
             with correct_gradients():
                 output = self.run(*args, **kwargs)
@@ -55,12 +59,23 @@ class Dispatcher:
             if isinstance(error.inner_exception, DynaFlowError):
                 raise error.inner_exception from None  # Dynamo's wrapping says nothing more
             raise
-        if not self.session.captures:
-            self.session.warn(
-                f"{type(self.module).__name__} runs plain: torch.compile captured nothing of it. "
-                f"TORCH_LOGS=graph_breaks says why."
-            )
+        if self.session.calls == calls and self.runs_itself:
+            self._warn_plain()
         return output
+
+    def _warn_plain(self) -> None:
+        name, limit = type(self.module).__name__, torch._dynamo.config.recompile_limit
+        if not self.session.captures:
+            why = "torch.compile captured nothing of it. TORCH_LOGS=graph_breaks says why"
+            self.session.warn(f"{name} runs plain: {why}.")
+            return
+        self.session.warn(
+            f"{name} runs plain in some calls: torch.compile made graphs of others and gave up, "
+            f"most likely after {limit} of them (torch._dynamo.config.recompile_limit). Something "
+            f"that it takes for a constant differs from layer to layer or from step to step; "
+            f"TORCH_LOGS=recompiles says what.",
+            reason=f"{name} runs plain in some calls",
+        )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The call of a training step."""
@@ -126,6 +141,8 @@ class _First(Dispatcher):
 
 class _Later(Dispatcher):
     """A layer that the stack has run already: hands on what came in."""
+
+    runs_itself = False
 
     def __init__(self, module: torch.nn.Module, first: _First, *, is_last: bool) -> None:
         super().__init__(module, first.session)

@@ -88,6 +88,7 @@ class Session:
         compiler: compiled ops, shared over regions so that equal layers are compiled once.
         captures: what was captured so far, in order.
         groups: process groups of streams with options of their own.
+        calls: how often captured graphs ran forward.
         warned: reasons that were told already.
         streams: those that any plan used, in order of first use.
         rings: memory for collectives by copies, once a plan asked for it.
@@ -101,6 +102,7 @@ class Session:
     groups: Groups = field(init=False)
     registry: Registry = field(default_factory=default_registry)
     captures: list[Capture] = field(default_factory=list)
+    calls: int = 0
     warned: set[str] = field(default_factory=set)
     streams: dict[str, None] = field(default_factory=dict)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
