@@ -151,7 +151,13 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
             allowed = f"from 1 to {MOST_CONNECTIONS}, which is all that CUDA takes"
             raise RecipeError(f"--connections must be {allowed}, found {number}")
     names = cases.pick(given.cases)
+    dense_only = given.host != HF or SINGLE in links
     for name in names:
+        if dense_only and isinstance(cases.CASES[name], cases.ExpertCase):
+            raise RecipeError(
+                f"case {name!r} has experts that several ranks of --host {HF} share, found --host "
+                f"{given.host}, --links {' '.join(links)}"
+            )
         cases.CASES[name].cut(ranks)
     strategies = tuple(given.strategies or variants.STRATEGIES)
     variants.variants(strategies, ablation=given.ablation)  # refuses what does not exist

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks import memory, profiling, timing
-from dynaflow_train.benchmarks.cases import CASES
+from dynaflow_train.benchmarks.cases import CASES, ExpertCase
 from dynaflow_train.benchmarks.job import HF_SP, MEGATRON_SP, OF_HF
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
@@ -61,8 +61,9 @@ class CaseRun:
         _wake(self.device, self.job.executor)
         job = self.job
         for variant in variants(
-            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks
-        ):
+            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks,
+            experts=isinstance(self.case, ExpertCase),
+        ):  # fmt: skip
             if reason := variant.why_not(self.device, self.job.link):
                 self.skipped[variant.name] = reason
             else:
@@ -91,10 +92,16 @@ class CaseRun:
 
     def _bed(self) -> Bed:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
-        torch.manual_seed(1)
+        apart = isinstance(self.case, ExpertCase)  # ranks have tokens of their own
+        torch.manual_seed(1 + (dist.get_rank() if apart else 0))
         given = (self.case, self.device, dtype, self.mesh, self.job.executor, self.clock)
         host = self.job.host
-        bed = _megatron(host, *given) if host not in OF_HF else Bed(*given, in_parts=host == HF_SP)
+        if apart:
+            bed = _experts(*given)
+        elif host in OF_HF:
+            bed = Bed(*given, in_parts=host == HF_SP)
+        else:
+            bed = _megatron(host, *given)
         inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
         bed.batch = Batch(inputs, gradient.detach())
@@ -186,6 +193,12 @@ def _megatron(host: str, *given: Any) -> Bed:
     from dynaflow_train.benchmarks.megatron import MegatronBed  # noqa: PLC0415 - need not be there
 
     return MegatronBed(*given, sequence_parallel=host == MEGATRON_SP)
+
+
+def _experts(*given: Any) -> Bed:
+    from dynaflow_train.benchmarks.moe import ExpertBed  # noqa: PLC0415 - measure imports no model
+
+    return ExpertBed(*given)
 
 
 def _notes(each: Prepared) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A new baseline is one function from a `Bed` to a step, and a line in `BASELINES`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -61,9 +62,14 @@ class Bed:
         """A tensor-parallel model, always with the same weights."""
         return build(self.case, self.device, self.dtype, mesh=self.mesh, in_parts=self.in_parts)
 
-    def sharded(self, *, own: bool = False) -> torch.nn.Module:
-        """A tensor-parallel model, on shared weights unless it wants its own."""
-        model = self.made()
+    def whole(self, dtype: torch.dtype) -> torch.nn.Module | None:
+        """The model on one rank, weights as rounded for the others; None if it cannot be had."""
+        cut = self.case.cut(self.mesh.size()) // self.mesh.size()
+        return build(self.case, self.device, self.dtype, cut=cut).to(dtype)
+
+    def sharded(self, *, own: bool = False, **made: Any) -> torch.nn.Module:
+        """A model shared by the ranks, on shared weights unless it wants its own."""
+        model = self.made(**made)
         if self.weights is None:
             self.weights = model
         elif not own:
@@ -239,10 +245,28 @@ def idle(strategy: Strategy, host: str, ranks: int) -> str:
     return ""
 
 
+def without_experts(variant: Variant) -> str:
+    """Why a variant is not for layers with experts, or ""."""
+    if variant.graph:
+        return "the host reads how many rows each expert gets, which no CUDA graph can hold"
+    if variant.name.startswith(dtensor.NAME):
+        return "it shards dense layers, here the ranks share experts"
+    if variant.name.split()[0] in (Flux.name, TokenWeave.name):
+        return "it fuses collectives of dense layers, here the ranks exchange rows"
+    return ""
+
+
 def variants(
-    lines: Sequence[str], *, ablation: bool = False, host: str = HF, ranks: int = FLUX_RANKS
+    lines: Sequence[str],
+    *,
+    ablation: bool = False,
+    host: str = HF,
+    ranks: int = FLUX_RANKS,
+    experts: bool = False,
 ) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
+
+    `experts`: for layers with experts, some have a reason not to run.
 
     Raises:
         RecipeError: as `specs.read`.
@@ -256,4 +280,7 @@ def variants(
         links = NVLINK if fused else (*NVLINK, "gloo") if copies else ()
         rest = (bool(links), links, "reuse" in spec.off, idle(spec.strategy, host, ranks))
         found.append(Variant(line, make, "ours", spec.graph, ready, *rest))
-    return [*found, *BARE]
+    found += BARE
+    if experts:
+        found = [dataclasses.replace(v, idle=without_experts(v) or v.idle) for v in found]
+    return found
