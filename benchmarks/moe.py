@@ -9,7 +9,7 @@ as many as the ranks really send them (counted once, before).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,7 +56,11 @@ def config(case: ExpertCase) -> Any:
     }
     if case.model == "mixtral":
         return MixtralConfig(**common, num_local_experts=case.experts)
-    own = {"num_experts": case.experts, "moe_intermediate_size": case.ffn, "norm_topk_prob": True}
+    own: dict[str, Any] = {
+        "num_experts": case.experts,
+        "moe_intermediate_size": case.ffn,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeConfig(**common, **own)
 
 
@@ -148,7 +152,7 @@ def in_pieces(
             rows = activation(grouped_linear(rows, experts.gate_up_proj, ends, **how))
             return grouped_linear(rows, experts.down_proj, ends, **how)
 
-    @torch._dynamo.disable
+    @cast("Any", torch._dynamo.disable)
     def pairs(hidden: Tensor, index: Tensor) -> Tensor:
         order, place, counts = ops.sort_pairs(index, size * own)
         rows = ops.sort_rows(
@@ -193,6 +197,10 @@ class ExpertBed(Bed):
         model = build(cast("ExpertCase", self.case), self.device, self.dtype).to(dtype)
         model.config._experts_implementation = "eager"
         return model
+
+    def averaged(self, name: str) -> Sequence[Any]:
+        """Over the ranks, whose tokens the experts see."""
+        return (self.mesh.get_group(),) if ".experts." in name else ()
 
     def scheduled(self, strategy: Strategy, **options: Any) -> torch.nn.Module:
         """By a strategy; `sm_reserve` among the options is for the experts' products."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from dynaflow_train.benchmarks.cases import Case
+    from dynaflow_train.benchmarks.data import Averages
     from dynaflow_train.strategy import Strategy
 
 WITHOUT = ", no collectives"
@@ -46,6 +47,7 @@ class Bed:
         batch: what every step reads.
         weights: the first sharded model, whose parameters the others use.
         in_parts: whether the sequence is cut between blocks.
+        data: averages gradients over copies of the model; None: there is one.
     """
 
     case: Case
@@ -57,15 +59,29 @@ class Bed:
     batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
     in_parts: bool = False
+    data: Averages | None = None
 
     def made(self) -> torch.nn.Module:
         """A tensor-parallel model, always with the same weights."""
-        return build(self.case, self.device, self.dtype, mesh=self.mesh, in_parts=self.in_parts)
+        given = (self.case, self.device, self.dtype)
+        return self.watch(build(*given, mesh=self.mesh, in_parts=self.in_parts))
 
-    def whole(self, dtype: torch.dtype) -> torch.nn.Module | None:
-        """The model on one rank, weights as rounded for the others; None if it cannot be had."""
+    def whole(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The model on one rank, weights as rounded for the others."""
         cut = self.case.cut(self.mesh.size()) // self.mesh.size()
-        return build(self.case, self.device, self.dtype, cut=cut).to(dtype)
+        model: torch.nn.Module = build(self.case, self.device, self.dtype, cut=cut)
+        return model.to(dtype)
+
+    def averaged(self, name: str) -> Sequence[Any]:
+        """Groups over which a parameter's gradient is averaged."""
+        del name
+        return (self.data.group,) if self.data is not None else ()
+
+    def watch(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Have the model's gradients averaged over its copies, if there are."""
+        if self.data is not None:
+            self.data.watch(model)
+        return model
 
     def sharded(self, *, own: bool = False, **made: Any) -> torch.nn.Module:
         """A model shared by the ranks, on shared weights unless it wants its own."""
