@@ -18,12 +18,14 @@ from dynaflow_train import api
 from dynaflow_train.benchmarks import gradients, memory, profiling, timing
 from dynaflow_train.benchmarks.cases import CASES, ExpertCase
 from dynaflow_train.benchmarks.data import Averages
-from dynaflow_train.benchmarks.job import HF_SP, MEGATRON_SP, OF_HF
+from dynaflow_train.benchmarks.job import HF, HF_SP, MEGATRON_SP, OF_HF
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dynaflow_train.benchmarks.gradients import Reference
     from dynaflow_train.benchmarks.job import Job
 
@@ -63,20 +65,8 @@ class CaseRun:
             UnsupportedError: a run without P2P holds peer copies; or nothing to compare with runs.
         """
         bed = self._bed()
-        right: Reference | None = None
         _wake(self.device, self.job.executor)
-        job = self.job
-        for variant in variants(
-            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks // job.copies,
-            experts=isinstance(self.case, ExpertCase),
-        ):  # fmt: skip
-            if reason := variant.why_not(self.device, self.job.link):
-                self.skipped[variant.name] = reason
-            else:
-                self._prepare(variant, bed)
-            if self.job.check and variant.name in self.running and variant.kind != "without":
-                right = right or gradients.reference(bed, self.running[variant.name].step)
-                self._check(variant.name, right)
+        self._prepare_all(bed, self._variants())
         if EAGER not in self.running:
             raise UnsupportedError(f"eager does not run: {self.failed.get(EAGER)}")
         steps = {name: each.step for name, each in self.running.items()}
@@ -97,7 +87,29 @@ class CaseRun:
             }
             for name, each in self.running.items()
         }
-        return {"variants": found, "skipped": self.skipped, "failed": self.failed}
+        about = {"skipped": self.skipped, "failed": self.failed, **bed.facts()}
+        return {"variants": found, **about}
+
+    def _variants(self) -> list[Variant]:
+        job = self.job
+        return variants(
+            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks // job.copies,
+            experts=isinstance(self.case, ExpertCase),
+        )  # fmt: skip
+
+    def _prepare_all(self, bed: Bed, chosen: Sequence[Variant]) -> None:
+        """Those that can run; if the job asks, those with wrong gradients are taken out."""
+        job, right = self.job, None
+        for variant in chosen:
+            if reason := variant.why_not(self.device, job.link):
+                self.skipped[variant.name] = reason
+                continue
+            self._prepare(variant, bed)
+            if EAGER not in self.running:  # it comes first, the others are cut as it is
+                return
+            if job.check and variant.kind != "without" and variant.name in self.running:
+                right = right or gradients.reference(bed, self.running[EAGER].step)
+                self._check(variant.name, right)
 
     def _bed(self) -> Bed:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
@@ -111,8 +123,10 @@ class CaseRun:
         elif host in OF_HF:
             data = Averages(self.copies.get_group()) if self.copies is not None else None
             bed = Bed(*given, in_parts=host == HF_SP, data=data)
-        else:
+        elif self.copies is None:
             bed = _megatron(host, *given)
+        else:
+            raise UnsupportedError(f"copies of a model are for --host {HF} or {HF_SP}, not {host}")
         inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
         bed.batch = Batch(inputs, gradient.detach(), bed.data)

@@ -2,8 +2,11 @@
 
 `eager` is those layers with the experts of `integrations.hf.expert_parallel`; `compile` is
 torch.compile for each layer with a graph break around what has run-time sizes, the experts'
-activation compiled for any number of rows. Without collectives each layer's experts get local rows,
-as many as the ranks really send them (counted once, before).
+activation compiled for any number of rows. All of them make the experts' products by
+`integrations.experts.grouped_linear` and average an expert's gradient over the ranks; nobody
+averages what is whole on every rank. Without collectives each layer's experts get local rows, as
+many as the ranks really send them (counted once, before): with the all-to-alls the exchange of the
+counts and the host's wait for them are gone.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dynaflow_train import api
 from dynaflow_train.benchmarks.models import ATTENTION
+from dynaflow_train.benchmarks.specs import RESERVE
 from dynaflow_train.benchmarks.variants import Bed
 from dynaflow_train.integrations.experts import grouped_linear
 from dynaflow_train.integrations.hf import expert_parallel
@@ -204,7 +208,7 @@ class ExpertBed(Bed):
 
     def scheduled(self, strategy: Strategy, **options: Any) -> torch.nn.Module:
         """By a strategy; `sm_reserve` among the options is for the experts' products."""
-        model = self.sharded(reserve=options.pop("sm_reserve", 0))
+        model = self.sharded(reserve=options.pop(RESERVE, 0))
         return api.compile(model, strategy, executor=self.executor, **options)
 
     def compiled(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -227,15 +231,17 @@ class ExpertBed(Bed):
         model.dynaflow_bare = True  # type: ignore[assignment]
         return model
 
-    def routing(self) -> str:
-        """How evenly rows are spread over ranks, for people; all ranks must ask."""
+    def facts(self) -> dict[str, Any]:
+        """How evenly rows are spread over the ranks, if that was counted."""
+        if not self.received:
+            return {}
         number = torch.stack([each.sum() for each in self.received]).sum()
         ranks = [torch.zeros_like(number) for _ in range(self.mesh.size())]
         dist.all_gather(ranks, number, group=self.mesh.get_group())
         found = [int(each) for each in ranks]
         mean = sum(found) / len(found)
         shares = ", ".join(f"{each / mean:.2f}" for each in found)
-        return f"rows at each rank's experts, over the mean: {shares}"
+        return {"routing": f"rows at each rank's experts, over the mean: {shares}"}
 
     def _pieces(self, model: Any, seen: list[Tensor] | None = None) -> Any:
         if not hasattr(model, "dynaflow_bare"):

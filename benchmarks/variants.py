@@ -14,7 +14,7 @@ from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, specs
 from dynaflow_train.benchmarks.job import HF, HF_SP, MEGATRON, MEGATRON_SP, OF_HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
-from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
+from dynaflow_train.benchmarks.specs import COPIES, GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
 from dynaflow_train.benchmarks.within import Within, removed
 from dynaflow_train.capture import correct_gradients
@@ -64,12 +64,12 @@ class Bed:
     def made(self) -> torch.nn.Module:
         """A tensor-parallel model, always with the same weights."""
         given = (self.case, self.device, self.dtype)
-        return self.watch(build(*given, mesh=self.mesh, in_parts=self.in_parts))
+        return build(*given, mesh=self.mesh, in_parts=self.in_parts)
 
     def whole(self, dtype: torch.dtype) -> torch.nn.Module:
         """The model on one rank, weights as rounded for the others."""
         cut = self.case.cut(self.mesh.size()) // self.mesh.size()
-        model: torch.nn.Module = build(self.case, self.device, self.dtype, cut=cut)
+        model: Any = build(self.case, self.device, self.dtype, cut=cut)
         return model.to(dtype)
 
     def averaged(self, name: str) -> Sequence[Any]:
@@ -86,9 +86,11 @@ class Bed:
     def sharded(self, *, own: bool = False, **made: Any) -> torch.nn.Module:
         """A model shared by the ranks, on shared weights unless it wants its own."""
         model = self.made(**made)
+        if own:
+            return self.watch(model)
         if self.weights is None:
-            self.weights = model
-        elif not own:
+            self.weights = self.watch(model)
+        else:
             share(model, self.weights)
         return model
 
@@ -100,14 +102,18 @@ class Bed:
         """By a strategy, on the whole stack of layers."""
         return api.compile(self.sharded(), strategy, executor=self.executor, **options)
 
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of the case itself, on every rank; all ranks must ask."""
+        return {}
+
     def inputs(self) -> dict[str, Any]:
         """Of a step."""
         return self.case.inputs(self.device, self.dtype)
 
     def bare(self) -> torch.nn.Module:
-        """A model of the same local shapes without collectives."""
+        """A model of the same local shapes without collectives, nor averages over copies."""
         if self.in_parts:
-            return Within(self.sharded(own=True), functools.partial(removed, functions))
+            return Within(self.made(), functools.partial(removed, functions))
         cut = self.case.cut(self.mesh.size())
         return build(self.case, self.device, self.dtype, cut=cut)
 
@@ -269,6 +275,15 @@ def without_experts(variant: Variant) -> str:
         return "it shards dense layers, here the ranks share experts"
     if variant.name.split()[0] in (Flux.name, TokenWeave.name):
         return "it fuses collectives of dense layers, here the ranks exchange rows"
+    if COPIES in variant.name:
+        return "the copy engine carries no all-to-all of rows"
+    return ""
+
+
+def only_experts(spec: specs.Spec) -> str:
+    """Why a line is not for dense layers, or ""."""
+    if specs.RESERVE in spec.options:
+        return "products of experts leave SMs free, here are none"
     return ""
 
 
@@ -294,7 +309,8 @@ def variants(
         ready = warmups(spec.strategy, graph=spec.graph)
         fused, copies = isinstance(spec.strategy, Flux | TokenWeave), "transfer" in spec.options
         links = NVLINK if fused else (*NVLINK, "gloo") if copies else ()
-        rest = (bool(links), links, "reuse" in spec.off, idle(spec.strategy, host, ranks))
+        reason = idle(spec.strategy, host, ranks) or ("" if experts else only_experts(spec))
+        rest = (bool(links), links, "reuse" in spec.off, reason)
         found.append(Variant(line, make, "ours", spec.graph, ready, *rest))
     found += BARE
     if experts:
