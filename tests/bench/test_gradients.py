@@ -1,4 +1,4 @@
-"""Gradients against the unsplit run, on 4 and 8 ranks; wrong ones are found.
+"""Rows of the scaling run have the unsplit run's gradients, on 4 and 8 ranks; wrong ones are found.
 
 Few variants of each case: a strategy costs every rank three seconds of one core.
 """
@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynaflow_train.benchmarks import gradients, variants
+from dynaflow_train.benchmarks import gradients, scaling_rows, variants
 from dynaflow_train.benchmarks.job import Job
 from dynaflow_train.benchmarks.measure import CaseRun
 from dynaflow_train.benchmarks.steps import Batch, PlainStep
 from tests.ranks import run_ranks
 
-Rows = tuple[tuple[str, int, set[str]], ...]  # case, copies of the model, what runs
+ROWS = {row.name: row for row in scaling_rows.rows("cpu")}
 BOTH = {"eager", "dual_batch"}
-FOUR: Rows = (("tiny-8", 2, BOTH), ("tiny-qwen-moe-skewed", 1, BOTH))
-EIGHT: Rows = (
-    ("tiny-8", 1, {"eager", "compile, no collectives"}),
-    ("tiny", 4, {"eager"}),
-    ("tiny-mixtral-skewed", 1, BOTH),
+FOUR = (("tp2-dp2-8b", BOTH), ("ep4-qwen-moe-skewed", BOTH))  # row, what of it runs
+EIGHT = (
+    ("tp8-8b", {"eager", "compile, no collectives"}),
+    ("tp2-dp4-8b", {"eager"}),
+    ("ep8-mixtral-skewed", BOTH),
 )
 
 
@@ -40,8 +40,9 @@ def case_run(name: str, copies: int) -> CaseRun:
 def checked(rank, rows):
     del rank
     found = []
-    for name, copies, names in rows:
-        run = case_run(name, copies)
+    for name, names in rows:
+        assert ROWS[name].ranks == dist.get_world_size()
+        run = case_run(ROWS[name].case, ROWS[name].copies)
         run._prepare_all(run._bed(), [each for each in run._variants() if each.name in names])
         found.append((set(run.running), run.failed))
     return found
@@ -52,7 +53,7 @@ def checked(rank, rows):
 @pytest.mark.parametrize(("ranks", "rows"), [(4, FOUR), (8, EIGHT)])
 def test_gradients_are_those_of_the_unsplit_run(ranks, rows):
     for found in run_ranks(checked, ranks, rows):
-        assert found == [(names, {}) for *_, names in rows]
+        assert found == [(names, {}) for _, names in rows]
 
 
 def wrong(rank):
