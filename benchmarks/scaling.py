@@ -87,8 +87,12 @@ class Run:
 
     @property
     def pace(self) -> float:
-        """Seconds that passed for each that was estimated; 1 before anything was run."""
-        ran = [each for each in self.outcomes if each.seconds]
+        """Seconds that passed for each that was estimated; 1 before anything was run.
+
+        A row that failed early says nothing of it.
+        """
+        outcomes = [each for each in self.outcomes if each.seconds]
+        ran = [each for each in outcomes if each.status == MEASURED or each.seconds > each.estimate]
         return sum(each.seconds for each in ran) / sum(each.estimate for each in ran) if ran else 1
 
     def do(self, row: Row) -> Outcome:
