@@ -67,8 +67,9 @@ class Row:
 
     @property
     def wanted(self) -> float | None:
-        """The speedup that it is measured for, if one is named."""
-        return WANTED.get(self.name.split("-")[0]) if self.copies == 1 and self.link else None
+        """The speedup that it is measured for, if one is named; none on the CPU."""
+        counts = self.copies == 1 and self.link in LINKS["cuda"]
+        return WANTED.get(self.name.split("-")[0]) if counts else None
 
     def seconds(self, lines: Sequence[str]) -> float:
         """How long it would take at the pace that is known."""

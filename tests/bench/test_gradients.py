@@ -18,11 +18,7 @@ from tests.ranks import run_ranks
 ROWS = {row.name: row for row in scaling_rows.rows("cpu")}
 BOTH = {"eager", "dual_batch"}
 FOUR = (("tp2-dp2-8b", BOTH), ("ep4-qwen-moe-skewed", BOTH))  # row, what of it runs
-EIGHT = (
-    ("tp8-8b", {"eager", "compile, no collectives"}),
-    ("tp2-dp4-8b", {"eager"}),
-    ("ep8-mixtral-skewed", BOTH),
-)
+EIGHT = (("tp8-8b", {"eager"}), ("tp2-dp4-8b", {"eager"}), ("ep8-mixtral-skewed", BOTH))
 
 
 def case_run(name: str, copies: int) -> CaseRun:

@@ -59,6 +59,7 @@ def test_rows_are_those_asked_for_the_largest_first():
         if row.case:
             CASES[row.case].cut(row.ranks // row.copies)  # raises where it cannot be cut
     assert [r.wanted for r in rows if r.id in {"tp8-8b.nvlink", "tp4-8b.nvlink"}] == [1.15, None]
+    assert {row.wanted for row in scaling_rows.rows("cpu")} == {None}
 
 
 def test_both_parallelisms_together_show_the_toolkits_words():
