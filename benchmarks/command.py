@@ -151,11 +151,17 @@ def _jobs(given: argparse.Namespace, typed: Sequence[str]) -> list[Job]:
             allowed = f"from 1 to {MOST_CONNECTIONS}, which is all that CUDA takes"
             raise RecipeError(f"--connections must be {allowed}, found {number}")
     names = cases.pick(given.cases)
+    dense_only = given.host != HF or SINGLE in links
     for name in names:
+        if dense_only and isinstance(cases.CASES[name], cases.ExpertCase):
+            raise RecipeError(
+                f"case {name!r} has experts that several ranks of --host {HF} share, found --host "
+                f"{given.host}, --links {' '.join(links)}"
+            )
         cases.CASES[name].cut(ranks)
     strategies = tuple(given.strategies or variants.STRATEGIES)
     variants.variants(strategies, ablation=given.ablation)  # refuses what does not exist
-    note = {"commit": given.commit or _commit(), "command": shlex.join(["dynaflow", *typed])}
+    note = {"commit": given.commit or commit(), "command": shlex.join(["dynaflow", *typed])}
     job = Job(
         tuple(names), strategies, "", device, ranks, given.rounds, given.executor, given.ablation,
         given.cold, given.limit, str(given.out), host=given.host, note=note,
@@ -177,7 +183,7 @@ def _check_links(links: Sequence[str], device: str, ranks: int) -> None:
             )
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Of the checkout that runs, "+" behind it where files were changed; None outside of one."""
     here = Path(__file__).parent
 

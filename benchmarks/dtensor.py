@@ -108,6 +108,7 @@ def step(bed: Any, *, pipelined: bool) -> PlainStep:
     layers = api.layers_of(model)[1]
     for layer in layers:
         parallelize_module(layer, bed.mesh, _plan())
+    bed.watch(model)
     part, whole = Shard(1), Replicate()  # the first cuts along the sequence, the last joins
     cut = PrepareModuleInput(
         input_layouts=(whole,), desired_input_layouts=(part,), use_local_output=True

@@ -26,6 +26,8 @@ class Job:
         limit_s: seconds that a case may take, and that a rank waits for the others.
         cold: compile every variant with an empty cache of its own.
         host: whose layers: transformers' ("hf"), or Megatron's; "-sp" with sequence parallelism.
+        copies: how many of the model, each on `ranks / copies` ranks with tokens of its own.
+        check: gradients against the unsplit run's before anything is timed.
         note: what goes into the results as it is: command, commit.
     """
 
@@ -43,6 +45,8 @@ class Job:
     connections: int | None = None
     scratch: str = ""
     host: str = HF
+    copies: int = 1
+    check: bool = False
     note: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def save(self, path: Path) -> None:

@@ -15,14 +15,18 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from dynaflow_train import api
-from dynaflow_train.benchmarks import memory, profiling, timing
-from dynaflow_train.benchmarks.cases import CASES
-from dynaflow_train.benchmarks.job import HF_SP, MEGATRON_SP, OF_HF
+from dynaflow_train.benchmarks import gradients, memory, profiling, timing
+from dynaflow_train.benchmarks.cases import CASES, ExpertCase
+from dynaflow_train.benchmarks.data import Averages
+from dynaflow_train.benchmarks.job import HF, HF_SP, MEGATRON_SP, OF_HF
 from dynaflow_train.benchmarks.steps import Batch, Clock, PlainStep
 from dynaflow_train.benchmarks.variants import EAGER, Bed, Variant, variants
 from dynaflow_train.errors import DynaFlowError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynaflow_train.benchmarks.gradients import Reference
     from dynaflow_train.benchmarks.job import Job
 
 PATIENCE_S = 60.0  # how long a rank whose variant failed waits to hear of the others
@@ -44,7 +48,10 @@ class CaseRun:
         skipped, failed: variants that do not run, with the reason.
     """
 
-    def __init__(self, name: str, job: Job, device: torch.device, mesh: Any, store: Any) -> None:
+    def __init__(
+        self, name: str, job: Job, device: torch.device, mesh: Any, store: Any, copies: Any = None
+    ) -> None:
+        self.copies = copies if job.copies > 1 else None
         self.case, self.job, self.mesh, self.store = CASES[name], job, mesh, store
         self.device, self.clock = device, Clock(device)
         self.skipped: dict[str, str] = {}
@@ -59,14 +66,7 @@ class CaseRun:
         """
         bed = self._bed()
         _wake(self.device, self.job.executor)
-        job = self.job
-        for variant in variants(
-            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks
-        ):
-            if reason := variant.why_not(self.device, self.job.link):
-                self.skipped[variant.name] = reason
-            else:
-                self._prepare(variant, bed)
+        self._prepare_all(bed, self._variants())
         if EAGER not in self.running:
             raise UnsupportedError(f"eager does not run: {self.failed.get(EAGER)}")
         steps = {name: each.step for name, each in self.running.items()}
@@ -87,17 +87,49 @@ class CaseRun:
             }
             for name, each in self.running.items()
         }
-        return {"variants": found, "skipped": self.skipped, "failed": self.failed}
+        about = {"skipped": self.skipped, "failed": self.failed, **bed.facts()}
+        return {"variants": found, **about}
+
+    def _variants(self) -> list[Variant]:
+        job = self.job
+        return variants(
+            job.strategies, ablation=job.ablation, host=job.host, ranks=job.ranks // job.copies,
+            experts=isinstance(self.case, ExpertCase),
+        )  # fmt: skip
+
+    def _prepare_all(self, bed: Bed, chosen: Sequence[Variant]) -> None:
+        """Those that can run; if the job asks, those with wrong gradients are taken out."""
+        job, right = self.job, None
+        for variant in chosen:
+            if reason := variant.why_not(self.device, job.link):
+                self.skipped[variant.name] = reason
+                continue
+            self._prepare(variant, bed)
+            if EAGER not in self.running:  # it comes first, the others are cut as it is
+                return
+            if job.check and variant.kind != "without" and variant.name in self.running:
+                right = right or gradients.reference(bed, self.running[EAGER].step)
+                self._check(variant.name, right)
 
     def _bed(self) -> Bed:
         dtype = torch.bfloat16 if self.clock.is_cuda else torch.float32
-        torch.manual_seed(1)
+        apart = isinstance(self.case, ExpertCase)  # ranks have tokens of their own
+        copy = self.copies.get_local_rank() if self.copies is not None else 0
+        torch.manual_seed(1 + (dist.get_rank() if apart else copy))
         given = (self.case, self.device, dtype, self.mesh, self.job.executor, self.clock)
         host = self.job.host
-        bed = _megatron(host, *given) if host not in OF_HF else Bed(*given, in_parts=host == HF_SP)
+        if apart:
+            bed = _experts(*given)
+        elif host in OF_HF:
+            data = Averages(self.copies.get_group()) if self.copies is not None else None
+            bed = Bed(*given, in_parts=host == HF_SP, data=data)
+        elif self.copies is None:
+            bed = _megatron(host, *given)
+        else:
+            raise UnsupportedError(f"copies of a model are for --host {HF} or {HF_SP}, not {host}")
         inputs = bed.inputs()
         gradient = torch.randn_like(inputs["inputs_embeds"]) / self.case.hidden**0.5
-        bed.batch = Batch(inputs, gradient.detach())
+        bed.batch = Batch(inputs, gradient.detach(), bed.data)
         return bed
 
     def _prepare(self, variant: Variant, bed: Bed) -> None:
@@ -117,6 +149,16 @@ class CaseRun:
             self.failed[variant.name] = failures[0]
         elif found is not None:
             self.running[variant.name] = found
+
+    def _check(self, name: str, right: Reference) -> None:
+        """Take a variant out, on all ranks, if its gradients are wrong on one."""
+        texts = self._tell(f"{self.case.name}/{name}/gradients", right.wrong(
+            self.running[name].step.gradients()
+        ))  # fmt: skip
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if failures:
+            self.failed[name] = failures[0]
+            del self.running[name]
 
     def _tell(self, key: str, text: str) -> list[str]:
         """Each rank's text. Through the store: a rank may be unable to run a collective."""
@@ -186,6 +228,12 @@ def _megatron(host: str, *given: Any) -> Bed:
     from dynaflow_train.benchmarks.megatron import MegatronBed  # noqa: PLC0415 - need not be there
 
     return MegatronBed(*given, sequence_parallel=host == MEGATRON_SP)
+
+
+def _experts(*given: Any) -> Bed:
+    from dynaflow_train.benchmarks.moe import ExpertBed  # noqa: PLC0415 - measure imports no model
+
+    return ExpertBed(*given)
 
 
 def _notes(each: Prepared) -> dict[str, Any]:

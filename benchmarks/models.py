@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -68,17 +69,17 @@ def build(
         model = LlamaModel(config(case, whole))
     torch.nn.Module.to(model, dtype)
     model.train()
-    if mesh is not None and ranks == 1:
-        _alone(model, mesh, in_parts=in_parts)
+    if mesh is not None and (ranks == 1 or ranks != dist.get_world_size()):
+        _over(model, mesh, in_parts=in_parts)
     elif mesh is not None:
         tensor_parallel.parallelize(model, ranks, sequence=in_parts)
     return model
 
 
-def _alone(model: LlamaModel, mesh: Any, *, in_parts: bool) -> None:
-    """Our styles on a group of one, for which transformers installs none.
+def _over(model: LlamaModel, mesh: Any, *, in_parts: bool) -> None:
+    """Our styles on one rank, for which transformers installs none, or a part of the ranks.
 
-    The same ops and collectives are there as in a larger group; what they move stays on the rank.
+    On one rank the same ops and collectives are there; what they move stays on the rank.
     """
     undo = tensor_parallel.apply(sequence_parallel.STYLES)
     try:

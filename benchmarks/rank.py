@@ -68,13 +68,14 @@ def _run(job: Job, rank: int) -> None:
         world_size=job.ranks,
         timeout=timedelta(seconds=job.limit_s),
     )
-    mesh = dist.device_mesh.init_device_mesh(job.device, (job.ranks,), mesh_dim_names=("tp",))
+    shape = (job.copies, job.ranks // job.copies)
+    mesh = dist.device_mesh.init_device_mesh(job.device, shape, mesh_dim_names=("dp", "tp"))
     dist.all_reduce(torch.zeros(1, device=device))
     if rank == 0:
         job.ready.touch()
     telling = dist.PrefixStore("bench", store)
     for name in job.cases:
-        found = CaseRun(name, job, device, mesh, telling).measure()
+        found = CaseRun(name, job, device, mesh["tp"], telling, mesh["dp"]).measure()
         if rank == 0:  # after every case: a run may be cut short
             _write(job, name, {**found, **_about(job, device)})
         del found
@@ -107,6 +108,7 @@ def _about(job: Job, device: torch.device) -> dict[str, Any]:
         "link": job.link,
         "connections": environment().variables.get(CONNECTIONS_VARIABLE),
         "ranks": job.ranks,
+        "copies": job.copies,
         "rounds": job.rounds,
         "executor": job.executor,
         "device": name,

@@ -154,7 +154,7 @@ def _facts(found: Mapping[str, Any], name: str) -> Row:
 
 def _origin(result: Mapping[str, Any]) -> Row:
     versions = {f"version_{key}": text for key, text in result["versions"].items()}
-    kept = ("device", "ranks", "rounds", "executor", "commit", "command")
+    kept = ("device", "ranks", "copies", "routing", "rounds", "executor", "commit", "command")
     return {key: result.get(key) for key in kept} | versions
 
 
@@ -196,6 +196,8 @@ def table(judged: Judged) -> str:
         for row in judged.ablation
     ]
     lines += [f"{r['variant']}: {r['says']}" for r in judged.rows if r["says"]]
+    if routing := judged.rows[0]["routing"]:
+        lines.append(routing)
     if (best := judged.best) is not None:
         lines.append(_verdict(best))
     return "\n".join(lines)

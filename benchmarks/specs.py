@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from dynaflow_train.strategy import Strategy
 
-GRAPH, TOGETHER = "+graph", "split_wgrad=false"
+GRAPH, COPIES, TOGETHER = "+graph", "+copies", "split_wgrad=false"
+RESERVE = "sm_reserve"
 _OFF = {"copied": "direct", "recompiled": "reuse"}  # ending -> what of the op compiler it turns off
 
 
@@ -42,7 +43,8 @@ def read(line: str) -> Spec:
     Args:
         line: `name parameter=value ...`, then `+graph` for CUDA graphs, `+ctas=8` for as many
             thread blocks of a collective at most, `+copies` for the copy engine, `+copies=4` for as
-            many `transfer_chunks`, `+layers=4` for as many `layers_per_region`, in any order.
+            many `transfer_chunks`, `+layers=4` for as many `layers_per_region`, `+reserve=8` for as
+            large an `sm_reserve` of experts' products, in any order.
             `split_wgrad=false` keeps the gradients of parameters in the ops of the activations'
             gradients. For an ablation: `+copied` copies micro-batches' results into shared buffers,
             `+recompiled` compiles equal ops anew.
@@ -102,11 +104,19 @@ def _layers(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
     return {"layers_per_region": int(value)}
 
 
+def _reserve(line: str, strategy: Strategy, value: str | None) -> dict[str, Any]:
+    del strategy
+    if not (value and value.isdecimal() and int(value)):
+        raise RecipeError(f"{line!r}: +reserve=N takes a number of SMs, found {value or 'none'!r}")
+    return {RESERVE: int(value)}
+
+
 _ENDINGS: dict[str, Callable[[str, Strategy, str | None], dict[str, Any]]] = {
     "graph": _graph,
     "ctas": _ctas,
     "copies": _copies,
     "layers": _layers,
+    "reserve": _reserve,
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from dynaflow_train.benchmarks.data import Averages
     from dynaflow_train.benchmarks.figures import Phases
 
 Stamps = tuple[Any, Any, Any]
@@ -51,10 +52,21 @@ class Clock:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What every step of a case reads: inputs and the gradient of the output, random."""
+    """What every step of a case reads: inputs and the gradient of the output, random.
+
+    Attributes:
+        data: what averages gradients over copies of the model, if there are.
+    """
 
     inputs: dict[str, Any]
     gradient: Tensor
+    data: Averages | None = None
+
+    def backward(self, output: Tensor) -> None:
+        """The backward, until all gradients are there."""
+        output.backward(self.gradient)
+        if self.data is not None:
+            self.data.finish()
 
 
 class PlainStep:
@@ -76,7 +88,7 @@ class PlainStep:
         begin = self.clock.stamp()
         output = self.model(**self.batch.inputs).last_hidden_state
         middle = self.clock.stamp()
-        output.backward(self.batch.gradient)
+        self.batch.backward(output)
         return begin, middle, self.clock.stamp()
 
     def forget(self) -> None:
@@ -131,7 +143,7 @@ class GraphStep(PlainStep):
         with torch.cuda.graph(recorded.graph, stream=stream, capture_error_mode="thread_local"):
             output = self.model(**self.batch.inputs).last_hidden_state
             middle.record()
-            output.backward(self.batch.gradient)
+            self.batch.backward(output)
         tensors = (*self.parameters, *self.batch.inputs.values())
         recorded.gradients = [(t, t.grad) for t in tensors if t.grad is not None]
         self.recorded_ms = (time.perf_counter() - start) * 1e3

@@ -5,6 +5,7 @@ A new baseline is one function from a `Bed` to a step, and a line in `BASELINES`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from dynaflow_train import api
 from dynaflow_train.benchmarks import dtensor, specs
 from dynaflow_train.benchmarks.job import HF, HF_SP, MEGATRON, MEGATRON_SP, OF_HF, SINGLE
 from dynaflow_train.benchmarks.models import build, share
-from dynaflow_train.benchmarks.specs import GRAPH, TOGETHER
+from dynaflow_train.benchmarks.specs import COPIES, GRAPH, TOGETHER
 from dynaflow_train.benchmarks.steps import Batch, Clock, GraphStep, PlainStep
 from dynaflow_train.benchmarks.within import Within, removed
 from dynaflow_train.capture import correct_gradients
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from dynaflow_train.benchmarks.cases import Case
+    from dynaflow_train.benchmarks.data import Averages
     from dynaflow_train.strategy import Strategy
 
 WITHOUT = ", no collectives"
@@ -45,6 +47,7 @@ class Bed:
         batch: what every step reads.
         weights: the first sharded model, whose parameters the others use.
         in_parts: whether the sequence is cut between blocks.
+        data: averages gradients over copies of the model; None: there is one.
     """
 
     case: Case
@@ -56,17 +59,38 @@ class Bed:
     batch: Batch = field(init=False)
     weights: torch.nn.Module | None = None
     in_parts: bool = False
+    data: Averages | None = None
 
     def made(self) -> torch.nn.Module:
         """A tensor-parallel model, always with the same weights."""
-        return build(self.case, self.device, self.dtype, mesh=self.mesh, in_parts=self.in_parts)
+        given = (self.case, self.device, self.dtype)
+        return build(*given, mesh=self.mesh, in_parts=self.in_parts)
 
-    def sharded(self, *, own: bool = False) -> torch.nn.Module:
-        """A tensor-parallel model, on shared weights unless it wants its own."""
-        model = self.made()
+    def whole(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The model on one rank, weights as rounded for the others."""
+        cut = self.case.cut(self.mesh.size()) // self.mesh.size()
+        model: Any = build(self.case, self.device, self.dtype, cut=cut)
+        return model.to(dtype)
+
+    def averaged(self, name: str) -> Sequence[Any]:
+        """Groups over which a parameter's gradient is averaged."""
+        del name
+        return (self.data.group,) if self.data is not None else ()
+
+    def watch(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Have the model's gradients averaged over its copies, if there are."""
+        if self.data is not None:
+            self.data.watch(model)
+        return model
+
+    def sharded(self, *, own: bool = False, **made: Any) -> torch.nn.Module:
+        """A model shared by the ranks, on shared weights unless it wants its own."""
+        model = self.made(**made)
+        if own:
+            return self.watch(model)
         if self.weights is None:
-            self.weights = model
-        elif not own:
+            self.weights = self.watch(model)
+        else:
             share(model, self.weights)
         return model
 
@@ -78,14 +102,18 @@ class Bed:
         """By a strategy, on the whole stack of layers."""
         return api.compile(self.sharded(), strategy, executor=self.executor, **options)
 
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of the case itself, on every rank; all ranks must ask."""
+        return {}
+
     def inputs(self) -> dict[str, Any]:
         """Of a step."""
         return self.case.inputs(self.device, self.dtype)
 
     def bare(self) -> torch.nn.Module:
-        """A model of the same local shapes without collectives."""
+        """A model of the same local shapes without collectives, nor averages over copies."""
         if self.in_parts:
-            return Within(self.sharded(own=True), functools.partial(removed, functions))
+            return Within(self.made(), functools.partial(removed, functions))
         cut = self.case.cut(self.mesh.size())
         return build(self.case, self.device, self.dtype, cut=cut)
 
@@ -239,10 +267,37 @@ def idle(strategy: Strategy, host: str, ranks: int) -> str:
     return ""
 
 
+def without_experts(variant: Variant) -> str:
+    """Why a variant is not for layers with experts, or ""."""
+    if variant.graph:
+        return "the host reads how many rows each expert gets, which no CUDA graph can hold"
+    if variant.name.startswith(dtensor.NAME):
+        return "it shards dense layers, here the ranks share experts"
+    if variant.name.split()[0] in (Flux.name, TokenWeave.name):
+        return "it fuses collectives of dense layers, here the ranks exchange rows"
+    if COPIES in variant.name:
+        return "the copy engine carries no all-to-all of rows"
+    return ""
+
+
+def only_experts(spec: specs.Spec) -> str:
+    """Why a line is not for dense layers, or ""."""
+    if specs.RESERVE in spec.options:
+        return "products of experts leave SMs free, here are none"
+    return ""
+
+
 def variants(
-    lines: Sequence[str], *, ablation: bool = False, host: str = HF, ranks: int = FLUX_RANKS
+    lines: Sequence[str],
+    *,
+    ablation: bool = False,
+    host: str = HF,
+    ranks: int = FLUX_RANKS,
+    experts: bool = False,
 ) -> list[Variant]:
     """Baselines, strategies, and the steps without collectives, in the order of their turns.
+
+    `experts`: for layers with experts, some have a reason not to run.
 
     Raises:
         RecipeError: as `specs.read`.
@@ -254,6 +309,10 @@ def variants(
         ready = warmups(spec.strategy, graph=spec.graph)
         fused, copies = isinstance(spec.strategy, Flux | TokenWeave), "transfer" in spec.options
         links = NVLINK if fused else (*NVLINK, "gloo") if copies else ()
-        rest = (bool(links), links, "reuse" in spec.off, idle(spec.strategy, host, ranks))
+        reason = idle(spec.strategy, host, ranks) or ("" if experts else only_experts(spec))
+        rest = (bool(links), links, "reuse" in spec.off, reason)
         found.append(Variant(line, make, "ours", spec.graph, ready, *rest))
-    return [*found, *BARE]
+    found += BARE
+    if experts:
+        found = [dataclasses.replace(v, idle=without_experts(v) or v.idle) for v in found]
+    return found

@@ -80,6 +80,17 @@ def check_experts(experts: nn.Module) -> None:
         raise UnsupportedError(msg)
 
 
+def check_alone(ep_size: int, tp_size: int) -> None:
+    """Refuse experts over ranks beside layers over ranks.
+
+    Raises:
+        UnsupportedError: both sizes are above 1.
+    """
+    if tp_size > 1 and ep_size > 1:
+        msg = f"expert_parallel {ep_size} and tensor parallelism over {tp_size} ranks exclude each"
+        raise UnsupportedError(f"{msg} other: leave one out")
+
+
 def apply() -> Callable[[], None]:
     """Register our style, and `ep_implementation="dynaflow"` where transformers has such; undo.
 

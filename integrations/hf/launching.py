@@ -104,9 +104,7 @@ def shard(model: Any, recipe: Recipe) -> Any:
     ep_size = recipe.expert_parallel
     if tp_size == ep_size == 1:
         return model
-    if tp_size > 1 and ep_size > 1:
-        msg = f"expert_parallel {ep_size} and tensor parallelism over {tp_size} ranks exclude each"
-        raise UnsupportedError(f"{msg} other: leave one out")
+    expert_parallel.check_alone(ep_size, tp_size)
     if not isinstance(model, PreTrainedModel):
         found = type(model).__name__
         kind = "tensor" if tp_size > 1 else "expert"

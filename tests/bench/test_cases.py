@@ -21,7 +21,11 @@ def test_every_case_that_was_asked_for_exists():
     sizes = ("2x4096", "2x1024", "1x2048", "8x512", "16x128")
     cuts = ("", "-tp2", "-tp4", "-tp8")
     wanted = {f"{m}-{size}{tp}" for m in ("8b", "70b") for size in sizes for tp in cuts}
-    wanted |= {f"8b-{n}layers-2x1024{tp}" for n in (2, 8, 32) for tp in cuts} | {"tiny"}
+    wanted |= {f"8b-{n}layers-2x1024{tp}" for n in (2, 8, 32) for tp in cuts}
+    wanted |= {"tiny", "tiny-8"}
+    moe = {f"{m}{n}-2x4096" for m in ("mixtral", "qwen-moe") for n in ("", "-1layer")}
+    moe |= {"tiny-mixtral", "tiny-qwen-moe"}
+    wanted |= moe | {f"{name}-skewed" for name in moe}
     assert set(CASES) == wanted
     assert all(name == case.name for name, case in CASES.items())
 
@@ -62,8 +66,11 @@ def test_picking_by_name_pattern_and_near_miss():
     assert cases.pick(["tiny", "8b-2x4096", "tiny"]) == ["tiny", "8b-2x4096"]
     names = [f"8b-2x1024{cut}" for cut in ("", "-tp2", "-tp4", "-tp8")]
     assert cases.pick(["8b-2x1024*"]) == names
-    twice = {"tiny", *(name for name in CASES if name.endswith("-tp2"))}  # on two ranks
-    assert cases.pick(["all"]) == [name for name in CASES if name not in twice]
+    twice = {name for name in CASES if name.endswith("-tp2")}  # on two ranks
+    experts = {name for name, case in CASES.items() if isinstance(case, cases.ExpertCase)}
+    tiny = {name for name in CASES if name.startswith("tiny")}
+    assert set(cases.pick(["all"])) == CASES.keys() - twice - experts - tiny
+    assert set(cases.pick(["moe"])) == experts - tiny
     with pytest.raises(RecipeError, match=r"no case '8b-2x4069'. Did you mean '8b-2x4096'\?"):
         cases.pick(["8b-2x4069"])
 
