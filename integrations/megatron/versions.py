@@ -32,7 +32,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "leave --delay-wgrad-compute out",
         "the strategy delays wgrads",
     ),
-    "num_moe_experts": (bool, "leave --num-experts out", "experts are not captured yet"),
     "context_parallel_size": (
         lambda n: n > 1,
         "pass --context-parallel-size 1",

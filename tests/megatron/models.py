@@ -20,6 +20,7 @@ class Case:
 
     tp: int = 2
     pp: int = 1
+    experts: int | None = None  # shared over the two ranks
     sequence_parallel: bool = False
     layers: int = 2
     groups: int = 4
@@ -42,7 +43,8 @@ def start(case: Case) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(case.tp, case.pp)
+        cpu.sizes_on_the_host()
+        parallel_state.initialize_model_parallel(case.tp, case.pp, **experts_over(case))
         # Its fork is empty: megatron-core's own reads the state of a CUDA generator.
         model_parallel_cuda_manual_seed(123, inference_rng_tracker=True)
 
@@ -52,6 +54,12 @@ def stop() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+
+
+def experts_over(case: Case) -> dict[str, int]:
+    """Megatron's sizes of groups for the experts."""
+    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    return {} if case.experts is None else sizes
 
 
 def config(case: Case) -> Any:
@@ -79,6 +87,9 @@ def config(case: Case) -> Any:
         bf16=case.bf16,
         gradient_accumulation_fusion=False,
         transformer_impl="local",
+        num_moe_experts=case.experts,
+        moe_token_dispatcher_type="alltoall",
+        **experts_over(case),
         **{"bias_activation_fusion": False, **case.more},
     )
 
@@ -92,7 +103,9 @@ def build(case: Case) -> Any:
 
         torch.manual_seed(1)
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=case.qk_norm, normalization="RMSNorm" if case.rms else None
+            case.experts,
+            qk_layernorm=case.qk_norm,
+            normalization="RMSNorm" if case.rms else None,
         )
         return GPTModel(
             config(case),
