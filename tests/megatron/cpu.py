@@ -38,11 +38,11 @@ def sizes_on_the_host() -> None:
     """Megatron's dispatcher wants numpy's arrays of sizes, and makes them of CUDA tensors only."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    token_dispatcher.maybe_move_tensor_to_cpu = (
-        lambda tensor, as_numpy=False, record_stream=False: (
-            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-        )
-    )
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        del record_stream
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
 class TorchOnCpu:

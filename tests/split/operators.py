@@ -172,6 +172,35 @@ PLACES = {
         SEQUENCE,
         shared(1, 4),
     ),
+    "dropout of one for all keeps its order": mixed(
+        lambda x, w: (
+            x.flatten(0, 1)
+            * aten.native_dropout(w.expand(x.shape[0] * x.shape[1], 4), 0.5, True)[0]
+        ),
+        SEQUENCE,
+        shared(1, 4),
+    ),
+    "written to zeros, in the order of what is written": mixed(
+        lambda x, y, j: (
+            aten.index_put(
+                torch.zeros(x.shape[0] * x.shape[1], 4), [None, j], x.flatten(0, 1)[:, :2]
+            )
+            * y.flatten(0, 1)
+        ),
+        SEQUENCE,
+        rows(5, 4),
+        CHOSEN,
+    ),
+    "written to zeros beside what is written": cut(
+        lambda x, j: (
+            aten.index_put(
+                torch.zeros(x.shape[0] * x.shape[1], 4), [None, j], x.flatten(0, 1)[:, :2]
+            )
+            * x.flatten(0, 1)
+        ),
+        SEQUENCE,
+        CHOSEN,
+    ),
     "draws keep their order": mixed(
         lambda x: x.flatten(0, 1) * torch.rand(x.shape[0] * x.shape[1], 4), SEQUENCE
     ),
