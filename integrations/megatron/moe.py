@@ -2,8 +2,9 @@
 
 Host seams (megatron-core 0.19.2): `core/transformer/moe/moe_layer.py` `MoELayer.forward`, whose
 dispatcher reads sizes on the host and whose `SequentialMLP` (`core/transformer/moe/experts.py`)
-loops over experts; `core/transformer/moe/moe_utils.py` `MoEAuxLossAutoScaler.backward`, which reads
-the scale of the loss from a class.
+loops over experts; beside them `moe_utils.py` `MoEAuxLossAutoScaler.backward`, which reads a scale
+from a class, and `moe_logging.py` `MoEMetricsTracker.record`, which indexes by the
+layer's number, so that each layer would be a graph of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.fx.traceback import annotate
@@ -20,7 +23,13 @@ from dynaflow_train.annotate import BACKWARD
 from dynaflow_train.integrations.experts import define, run_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+_LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -78,9 +87,7 @@ def _experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     rows = GroupedLinear.apply(rows, ends, *(e.linear_fc1.weight for e in each))
     if config.gated_linear_unit:
         gate, up = rows.chunk(2, dim=-1)
-        if (most := config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=most), up.clamp(min=-most, max=most)
-        rows = config.activation_func(gate) * (up + config.glu_linear_offset)
+        rows = config.activation_func(gate) * up
     else:
         rows = config.activation_func(rows)
     return GroupedLinear.apply(rows, ends, *(e.linear_fc2.weight for e in each))
@@ -118,3 +125,47 @@ def scaled(plain: Callable[..., Any]) -> Callable[..., Any]:
         return gradient, scale
 
     return backward
+
+
+def recorded(plain: Callable[..., None]) -> Callable[..., None]:
+    """The host's `MoEMetricsTracker.record`; traced, after `number_layers` and `prepare`."""
+
+    @functools.wraps(plain)
+    def record(
+        self: Any, name: str, value: Tensor, layer_number: Any, num_layers: int, **how: Any
+    ) -> None:
+        if not torch.compiler.is_compiling():
+            plain(self, name, value, layer_number, num_layers, **how)
+            return
+        entry = self.metrics[name]
+        here = torch.arange(1, num_layers + 1, device=value.device) == layer_number
+        entry.values.add_(torch.where(here, value.detach(), 0.0))
+        for key, group in how.items():
+            setattr(entry, key, group)
+
+    return record
+
+
+def routers_of(layers: Sequence[torch.nn.Module]) -> list[Any]:
+    """The routers of all experts in the layers."""
+    return [m.router for layer in layers for m in layer.modules() if isinstance(m, MoELayer)]
+
+
+def number_layers(layers: Sequence[torch.nn.Module]) -> None:
+    """Make the number of each router's layer a tensor, which equal layers' one graph reads."""
+    for router in routers_of(layers):
+        if isinstance(number := router.layer_number, int):
+            del router.layer_number
+            tensor = torch.tensor(number, device=router.weight.device)
+            router.register_buffer("layer_number", tensor, persistent=False)
+
+
+def prepare(routers: Sequence[Any]) -> None:
+    """What the host does at a router's first call, before a capture sees it: totals, dtypes."""
+    for router in routers:
+        config = router.config
+        router._maintain_float32_expert_bias()
+        names = [name for kind, name in _LOGGED.items() if router.get_aux_loss_coeff(kind) > 0]
+        for name in [*names, *(["z_loss"] if config.moe_z_loss_coeff is not None else [])]:
+            size = config.num_layers + (config.mtp_num_layers or 0)
+            get_moe_metrics_tracker().ensure_initialized(name, size, router.weight.device)

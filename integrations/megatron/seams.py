@@ -15,6 +15,7 @@ import megatron.core.tensor_parallel.layers as host_layers
 import megatron.core.tensor_parallel.mappings as host_mappings
 import megatron.core.transformer.dot_product_attention as host_attention
 import megatron.core.transformer.moe.moe_layer as host_moe
+import megatron.core.transformer.moe.moe_logging as host_logging
 import megatron.core.transformer.moe.moe_utils as host_moe_utils
 import megatron.core.transformer.torch_norm as host_norm
 
@@ -69,6 +70,7 @@ def apply(*, attention_kind: attention.Kind = "sdpa", regather: bool = True) -> 
         (host_ddp.DistributedDataParallel, "_make_forward_pre_hook", param_gather.replacement),
         (host_moe.MoELayer, "forward", moe.replacement),
         (host_moe_utils.MoEAuxLossAutoScaler, "backward", moe.scaled),
+        (host_logging.MoEMetricsTracker, "record", moe.recorded),
         *(
             (host_mappings, name, functools.partial(mappings.when_traced, ours=ours))
             for name, ours in mappings.OURS.items()

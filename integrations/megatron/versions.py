@@ -8,6 +8,8 @@ from megatron.core import __version__ as found_version
 
 from dynaflow_train.errors import UnsupportedError
 
+from .moe_settings import check_experts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -122,6 +124,7 @@ def check_model(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
     if not layers:
         raise UnsupportedError(f"{type(model).__name__} holds no transformer layers")
     check_config(getattr(layers[0], "config", None))
+    check_experts(model, layers)
     foreign = ("transformer_engine", "megatron.core.extensions", "apex")
     for name, module in layers[0].named_modules():
         where = type(module).__module__
