@@ -99,16 +99,17 @@ def build(case: Case) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt import gpt_layer_specs as specs
 
         torch.manual_seed(1)
-        spec = get_gpt_layer_local_spec(
-            case.experts,
-            qk_layernorm=case.qk_norm,
-            normalization="RMSNorm" if case.rms else None,
+        found, norm = config(case), "RMSNorm" if case.rms else None
+        spec: Any = specs.get_gpt_layer_local_spec(
+            case.experts, qk_layernorm=case.qk_norm, normalization=norm
         )
+        if "moe_layer_freq" in case.more:  # dense layers too
+            spec = specs.get_gpt_decoder_block_spec(found, False, normalization=norm)
         return GPTModel(
-            config(case),
+            found,
             spec,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
