@@ -25,7 +25,6 @@ CASES: dict[str, tuple[Case, str]] = {
         Case(
             tp=1,
             experts=8,
-            layers=3,
             more={
                 "moe_aux_loss_coeff": 1e-2,
                 "moe_z_loss_coeff": 1e-3,
@@ -52,7 +51,7 @@ CASES: dict[str, tuple[Case, str]] = {
                 "moe_shared_expert_intermediate_size": 24,
             },
         ),
-        "model",
+        "layer",
     ),
     "top 1, losses over ranks and per token, after a dense layer": (
         Case(
@@ -69,6 +68,19 @@ CASES: dict[str, tuple[Case, str]] = {
             },
         ),
         "model",
+    ),
+    "beside tensor and sequence parallelism": (
+        Case(
+            tp=2,
+            sequence_parallel=True,
+            experts=4,
+            more={
+                "moe_aux_loss_coeff": 1e-2,
+                "moe_z_loss_coeff": 1e-3,
+                "moe_shared_expert_intermediate_size": 24,
+            },
+        ),
+        "layer",
     ),
     "all tokens to two experts of one rank": (Case(tp=1, experts=8, more=SIGMOID), "layer"),
 }
@@ -119,8 +131,10 @@ def every_strategy(name: str) -> dict[str, Any]:
     from dynaflow_train.integrations import megatron
     from tests.engine.harness import Switch
     from tests.engine.stepping import Result
+    from tests.megatron import models
 
-    truth, host = Result(step(build(name).double())), Result(step(build(name)))
+    with models.norms_alone():
+        truth, host = Result(step(build(name).double())), Result(step(build(name)))
     allowed = {k: 2 * e + 1e-5 for k, e in host.errors(truth).items()}
     empty = [k for k, v in host.tensors.items() if "local_experts" in k and not v.any()]
     torch._dynamo.reset()
@@ -244,9 +258,14 @@ def everything(rank: int) -> dict[str, Any]:
     del rank
     from tests.megatron import models
 
-    models.start(CASES[TRAINED][0])
-    found = {"steps": {name: every_strategy(name) for name in CASES}}
-    return {**found, "training": trained(), "refusals": refusals()}
+    steps, more = {}, {}
+    for tp in (2, 1):
+        names = [name for name, (case, _) in CASES.items() if case.tp == tp]
+        models.start(CASES[names[0]][0])
+        steps |= {name: every_strategy(name) for name in names}
+        more = {"training": trained(), "refusals": refusals()} if tp == 1 else {}
+        models.stop()
+    return {"steps": steps, **more}
 
 
 @pytest.fixture(scope="module")
