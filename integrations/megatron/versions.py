@@ -97,7 +97,7 @@ def check_recomputation(config: Any, region: str) -> None:
         region: of the recipe.
 
     Raises:
-        UnsupportedError: the whole stack is one region, or the layers draw dropout.
+        UnsupportedError: the whole stack is one region, or the layers draw dropout or hold experts.
     """
     if config.recompute_granularity != "full":
         return
@@ -105,6 +105,11 @@ def check_recomputation(config: Any, region: str) -> None:
         raise UnsupportedError(
             "--recompute-granularity full recomputes layer by layer, the region is the whole "
             "stack: pass --dynaflow-region layer (region: layer)"
+        )
+    if getattr(config, "num_moe_experts", None):
+        raise UnsupportedError(
+            "--recompute-granularity full with experts: the forward runs plain, its recomputation "
+            "scheduled, and rounding may send a token to another expert; leave it out"
         )
     if config.hidden_dropout or config.attention_dropout:
         raise UnsupportedError(
