@@ -85,20 +85,14 @@ def _insist(s: Scheduler, region: Region) -> None:
 def _mixing(region: Region) -> list[Op]:
     """Ops that mix samples on the samples' way: statistics beside it make no micro-batch wait."""
     samples = {name for name, value in region.values.items() if value.sharing in ("batch", "rows")}
-    own = {op.name for op in region.ops if not op.merged and samples.intersection(op.outputs)}
-    behind, ahead = set[str](), set[str]()  # such an op; such an op's inputs
+    own = [op.name for op in region.ops if not op.merged and samples.intersection(op.outputs)]
+    behind, ahead = set(own), set(own)
     for op in region.ops:
-        if any(found in own or found in behind for found in region.predecessors[op.name]):
-            behind.add(op.name)
+        behind.update([] if behind.isdisjoint(region.predecessors[op.name]) else [op.name])
     for op in reversed(region.ops):
-        if op.name in own or op.name in ahead:
-            ahead.update(region.predecessors[op.name])
-    return [
-        op
-        for op in region.ops
-        if op.merged and op.reason and op.name in ahead
-        if op.name in behind or samples.intersection(op.inputs)
-    ]
+        ahead.update(region.predecessors[op.name] if op.name in ahead else [])
+    mixing = [op for op in region.ops if op.merged and op.reason and op.name in ahead]
+    return [op for op in mixing if op.name in behind or samples.intersection(op.inputs)]
 
 
 def _sequential(region: Region, context: Context, reason: str) -> Scheduler:

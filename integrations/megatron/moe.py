@@ -25,12 +25,6 @@ from dynaflow_train.integrations.experts import define, run_experts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_LOGGED = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-
 
 class GroupedLinear(torch.autograd.Function):
     """Each expert's rows times its weight [out, in], the weights one by one.
@@ -85,11 +79,8 @@ def _traced(self: Any, hidden: Tensor, padding: Tensor | None) -> Tensor:
 def _experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     config, each = experts.config, experts.local_experts
     rows = GroupedLinear.apply(rows, ends, *(e.linear_fc1.weight for e in each))
-    if config.gated_linear_unit:
-        gate, up = rows.chunk(2, dim=-1)
-        rows = config.activation_func(gate) * up
-    else:
-        rows = config.activation_func(rows)
+    gate, *up = rows.chunk(2, dim=-1) if config.gated_linear_unit else (rows,)
+    rows = config.activation_func(gate) * up[0] if up else config.activation_func(gate)
     return GroupedLinear.apply(rows, ends, *(e.linear_fc2.weight for e in each))
 
 
@@ -162,10 +153,13 @@ def number_layers(layers: Sequence[torch.nn.Module]) -> None:
 
 def prepare(routers: Sequence[Any]) -> None:
     """What the host does at a router's first call, before a capture sees it: totals, dtypes."""
+    tracker, kinds = get_moe_metrics_tracker(), ("", "seq_", "global_")
     for router in routers:
-        config = router.config
         router._maintain_float32_expert_bias()
-        names = [name for kind, name in _LOGGED.items() if router.get_aux_loss_coeff(kind) > 0]
-        for name in [*names, *(["z_loss"] if config.moe_z_loss_coeff is not None else [])]:
-            size = config.num_layers + (config.mtp_num_layers or 0)
-            get_moe_metrics_tracker().ensure_initialized(name, size, router.weight.device)
+        names = [
+            f"{k}load_balancing_loss" for k in kinds if router.get_aux_loss_coeff(f"{k}aux_loss")
+        ]
+        names += [] if router.config.moe_z_loss_coeff is None else ["z_loss"]
+        size = router.config.num_layers + (router.config.mtp_num_layers or 0)
+        for name in names:
+            tracker.ensure_initialized(name, size, router.weight.device)

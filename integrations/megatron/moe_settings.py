@@ -8,6 +8,7 @@ experts, `core/transformer/moe/moe_layer.py` `MoELayer`, `router.py` `TopKRouter
 from __future__ import annotations
 
 import dataclasses
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,13 +31,8 @@ moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_topk_limi
 moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor moe_router_dtype
 moe_router_enable_expert_bias moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff
 moe_grad_scale_func moe_token_drop_policy moe_router_quantile_balancing_ema
-supported: moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_deepep_num_sms
-moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
-moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape
-moe_ncclep_zero_copy moe_permute_fusion_into_hybridep moe_paged_stash_page_size
-moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
-moe_pad_experts_for_cuda_graph_inference inference_moe_disable_fused_quant_kernels
-inference_moe_token_dispatcher_type
+supported: moe_flex_* moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash_* inference_moe_*
+moe_permute_fusion_into_hybridep moe_pad_experts_for_cuda_graph_inference
 the strategy schedules all-to-alls and what runs beside them: moe_token_dispatcher_type
 moe_enable_deepep overlap_moe_expert_parallel_comm moe_shared_expert_overlap
 overlap_dispatch_backward_with_experts_wgrad
@@ -63,14 +59,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def known() -> dict[str, str]:
-    """Each setting that has been read: "supported", or why another than its default is refused."""
-    found, why = dict[str, str](), ""
+def verdict(name: str) -> str | None:
+    """Of a setting that has been read: "supported", or why only its default is; else None."""
+    why = ""
     for line in _TABLE.strip().splitlines():
         new, colon, names = line.rpartition(": ")
         why = new if colon else why
-        found.update(dict.fromkeys(names.split(), why))
-    return found
+        if any(fnmatchcase(name, pattern) for pattern in names.split()):
+            return why
+    return None
 
 
 def check_settings(config: Any) -> None:
@@ -79,16 +76,15 @@ def check_settings(config: Any) -> None:
     Raises:
         UnsupportedError: names every setting, what it may be, and why.
     """
-    found, reasons = list[str](), known()
+    found = list[str]()
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
-        may_be = _ONLY.get(name, (field.default,))
-        concerns = name in reasons or "moe" in name or "expert" in name
-        why = reasons.get(name, "dynaflow_train does not know it")
-        if not concerns or why == SUPPORTED:
+        may_be, why = _ONLY.get(name, (field.default,)), verdict(name)
+        if why == SUPPORTED or not (why or "moe" in name or "expert" in name):
             continue
         if any(v not in may_be for v in (value if isinstance(value, list) else [value])):
             flag, wanted = name.replace("_", "-"), " or ".join(map(repr, may_be))
+            why = why or "dynaflow_train does not know it"
             found.append(f"{name}={value!r}: --{flag} must be {wanted} ({why})")
     number, ranks = config.num_moe_experts, config.expert_model_parallel_size
     if number % ranks:
@@ -113,11 +109,11 @@ def check_experts(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None
         )
     for moe in inside:
         check_settings(moe.config)
-        parts: list[tuple[Any, type]] = [(moe, MoELayer), (moe.router, TopKRouter)]
-        parts += [(moe.experts, SequentialMLP)]
-        for expert in getattr(moe.experts, "local_experts", ()):
-            parts += [(expert, MLP), (getattr(expert, "linear_fc1", None), ColumnParallelLinear)]
-            parts += [(getattr(expert, "linear_fc2", None), RowParallelLinear)]
+        experts = list[Any](getattr(moe.experts, "local_experts", ()))
+        parts = [(moe, MoELayer), (moe.router, TopKRouter), (moe.experts, SequentialMLP)]
+        parts += [(expert, MLP) for expert in experts]
+        parts += [(getattr(e, "linear_fc1", None), ColumnParallelLinear) for e in experts]
+        parts += [(getattr(e, "linear_fc2", None), RowParallelLinear) for e in experts]
         for part, kind in parts:
             if type(part) is not kind:
                 raise UnsupportedError(

@@ -29,11 +29,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "leave --overlap-moe-expert-parallel-comm out",
         "it runs the parts of a layer by itself and never calls the layer",
     ),
-    "delay_wgrad_compute": (
-        bool,
-        "leave --delay-wgrad-compute out",
-        "the strategy delays wgrads",
-    ),
+    "delay_wgrad_compute": (bool, "leave --delay-wgrad-compute out", "the strategy delays wgrads"),
     "context_parallel_size": (
         lambda n: n > 1,
         "pass --context-parallel-size 1",
@@ -108,8 +104,8 @@ def check_recomputation(config: Any, region: str) -> None:
         )
     if getattr(config, "num_moe_experts", None):
         raise UnsupportedError(
-            "--recompute-granularity full with experts: the forward runs plain, its recomputation "
-            "scheduled, and rounding may send a token to another expert; leave it out"
+            "--recompute-granularity full with experts: leave it out; the forward runs plain, its "
+            "recomputation scheduled, and rounding may send a token to another expert"
         )
     if config.hidden_dropout or config.attention_dropout:
         raise UnsupportedError(

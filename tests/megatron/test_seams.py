@@ -125,7 +125,7 @@ def test_full_recomputation_needs_layers_without_dropout():
     with pytest.raises(UnsupportedError, match="--dynaflow-region layer"):
         check_recomputation(config, "model")
     config.num_moe_experts = 8
-    with pytest.raises(UnsupportedError, match="full with experts: .* leave it out"):
+    with pytest.raises(UnsupportedError, match="full with experts: leave it out"):
         check_recomputation(config, "layer")
     config.num_moe_experts, config.hidden_dropout = None, 0.1
     with pytest.raises(UnsupportedError, match=r"dropout \(hidden 0\.1, attention 0\)"):
