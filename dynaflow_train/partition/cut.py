@@ -98,11 +98,23 @@ class _Cutter:
                 rule = f"{where[-1] if where else 'rest'}.wgrad"
             else:
                 rule = self.rule_label(node) or self._inherited(node)
+                mode = "sums" if mode == "split" and self._is_statistic(node) else mode
             if node in self.ragged:
                 mode = "rows" if mode == "split" else f"{mode}.rows"
             key = (mode, rule)
         self.labels[node] = key
         return key
+
+    def _is_statistic(self, node: fx.Node) -> bool:
+        """Made of sums over the batch alone, and no gradient: no sample must wait for it."""
+        tensors = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        kinds = {self.verdicts.value(a).sharing for a in (node, *tensors)}
+        if not "partial" in kinds <= {"partial", "shared"}:
+            return False
+        merged = (
+            self.verdicts.mode.get(u) == "merged" or self._is_statistic(u) for u in node.users
+        )
+        return self.phase == "forward" or any(merged)
 
     def _inherited(self, node: fx.Node) -> str | None:
         """Sums of gradients bear no label of their own; nor do nodes outside every rule."""

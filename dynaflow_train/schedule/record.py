@@ -15,7 +15,7 @@ from dynaflow_train.strategy import Scheduler
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from dynaflow_train.ir import Region
+    from dynaflow_train.ir import Op, Region
     from dynaflow_train.strategy import Context, Strategy
 
 
@@ -74,13 +74,25 @@ def _insist(s: Scheduler, region: Region) -> None:
     advice = "Leave strict off to run it uncut, or take it out of the region."
     if s.refused is not None:
         raise SplitError(f"{region.name} {region.phase}, strict: {s.refused}. {advice}")
-    mixing = [op for op in region.ops if op.merged and op.reason]
-    if len(s.sizes) > 1 and mixing:
+    if len(s.sizes) > 1 and (mixing := _mixing(region)):
         more = f" (and {len(mixing) - 1} more)" if len(mixing) > 1 else ""
         raise SplitError(
             f"{region.name} {region.phase}, strict: {mixing[0].name}{more} would run merged for "
             f"all {len(s.sizes)} micro-batches: {mixing[0].reason}. {advice}"
         )
+
+
+def _mixing(region: Region) -> list[Op]:
+    """Ops that mix samples on the samples' way: statistics beside it make no micro-batch wait."""
+    samples = {name for name, value in region.values.items() if value.sharing in ("batch", "rows")}
+    own = [op.name for op in region.ops if not op.merged and samples.intersection(op.outputs)]
+    behind, ahead = set(own), set(own)
+    for op in region.ops:
+        behind.update([] if behind.isdisjoint(region.predecessors[op.name]) else [op.name])
+    for op in reversed(region.ops):
+        ahead.update(region.predecessors[op.name] if op.name in ahead else [])
+    mixing = [op for op in region.ops if op.merged and op.reason and op.name in ahead]
+    return [op for op in mixing if op.name in behind or samples.intersection(op.inputs)]
 
 
 def _sequential(region: Region, context: Context, reason: str) -> Scheduler:

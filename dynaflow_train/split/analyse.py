@@ -3,7 +3,7 @@
 In:  an aten graph with symbolic sizes, the `Info` of each placeholder, the batch symbol.
 Out: `Analysis`: the Info of every tensor node, and the mode of every node:
      "split"  once per micro-batch,
-     "merged" once, on the whole batch, with the reason,
+     "merged" once, on the whole batch, with the reason, or of what such a node gave,
      "shared" once, it depends on no sample.
 Nothing in the graph is changed. See docs/invariants.md.
 """
@@ -101,8 +101,9 @@ def _decide(
     rule = rules.find(node)
     name = packet_name(node)
     sized = any(batch_dims(v.shape, symbol) for v in _tensors(node.meta.get("val")))
-    if kinds <= {"shared"} and not sized:
-        return "shared", _like(node, SHARED), None
+    if kinds <= {"shared"} and not sized:  # what no micro-batch need wait for is kept apart
+        late = any(found.modes.get(a) == "merged" for a in node.all_input_nodes)
+        return "merged" if late else "shared", _like(node, SHARED), None
     if WHOLE in (found.infos.get(a) for a in call.tensors):
         return "merged", whole(call), "an input is only known for the whole batch"
     if "partial" in kinds:

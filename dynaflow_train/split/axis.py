@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
@@ -16,10 +16,15 @@ class MixesSamples(Exception):  # noqa: N818 - a verdict, not an error
 
 @dataclass(frozen=True)
 class Info:
-    """Sharing and batch axis of one tensor."""
+    """Sharing and batch axis of one tensor.
+
+    Attributes:
+        alike: all along the axis is the same (zeros, a row that was expanded): order is free.
+    """
 
     sharing: Sharing
     axis: Axis | None = None
+    alike: bool = field(default=False, compare=False)
 
 
 SHARED = Info("shared")

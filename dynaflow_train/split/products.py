@@ -215,22 +215,20 @@ def all_to_all(call: Call, axis: Axis) -> Result:
 def to_rows(call: Call) -> Result:
     """sort_pairs(index, n), sort_rows(x, .., index): samples become rows in another order."""
     last = call.args[-1]
-    _first_axis(call.first if isinstance(last, int) else call.info(last), call.first)
+    _first_axis(call, call.args[0] if isinstance(last, int) else last, call.args[0])
     return call.each(ROWS)
 
 
 def from_rows(call: Call) -> Result:
     """unsort_rows(rows, order, place, index): rows lie as the pairs of `index` do again."""
-    info = call.info(call.args[3])
-    _first_axis(info, info)
-    return info
+    return Info("batch", _first_axis(call, call.args[3]))
 
 
-def _first_axis(*infos: Info) -> None:
-    axes = {info.axis for info in infos}
-    axis = axes.pop()
-    if axes or axis is None or axis.dim != 0:
+def _first_axis(call: Call, index: fx.Node, *others: fx.Node) -> Axis:
+    axis, known = call.info(index).axis, not call.infos[index].alike
+    if axis is None or axis.dim != 0 or any(call.info(a).axis != axis for a in others) or not known:
         raise MixesSamples("it is not known in which order its tokens stand")
+    return axis
 
 
 def sum_of_rows(call: Call) -> Result:

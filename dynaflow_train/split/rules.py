@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import sympy
 
 Result = Info | tuple[Info, ...]
-_SAME_ROWS = re.compile(r"(full|ones|zeros)(_like)?\.")
+_SAME_ROWS = re.compile(r"(full|ones|zeros)\.")
 ELSEWHERE = "its inputs carry the batch on different dimensions"
 
 
@@ -56,18 +56,18 @@ class Call:
         Flattened rows that are all alike have the order of the tensors beside them.
         """
         info = self.infos.get(arg, SHARED) if isinstance(arg, fx.Node) else SHARED
-        if (axis := info.axis) is None or not self._rows_alike(arg):
+        if (axis := info.axis) is None or not info.alike:
             return info
-        others = (self.infos.get(a, SHARED).axis for a in self.tensors if not self._rows_alike(a))
-        orders = {(a.outer, a.inner) for a in others if a is not None}
+        others = [other.axis for other in self.given if other.axis and not other.alike]
+        orders = {(a.outer, a.inner) for a in others}
         outer, inner = orders.pop() if len(orders) == 1 else (axis.outer, axis.inner)
-        alike = quotient(expr(axis.outer) * axis.inner, expr(outer) * inner) == 1
-        return batch(axis.dim, outer, inner) if alike else info
+        fits = quotient(expr(axis.outer) * axis.inner, expr(outer) * inner) == 1
+        return batch(axis.dim, outer, inner) if fits else info
 
-    def _rows_alike(self, arg: Any) -> bool:
-        name = getattr(getattr(arg, "target", None), "__name__", "")
-        expanded = name == "expand.default" and self.infos.get(arg.args[0], SHARED) == SHARED
-        return expanded or _SAME_ROWS.match(name) is not None
+    @property
+    def given(self) -> list[Info]:
+        """What is known of each tensor argument by itself."""
+        return [self.infos.get(a, SHARED) for a in self.tensors]
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by position or keyword."""
@@ -146,7 +146,9 @@ def pointwise(call: Call) -> Result:
         found = here
     if found is None:
         return OWN if any(call.info(a).sharing == "own" for a in call.tensors) else SHARED
-    return call.each(found)
+    alike = all(info.alike for info in call.given if info != SHARED)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(call.node.target, "tags", ())
+    return call.each(replace(found, alike=alike and not drawn))
 
 
 def reduction(dim_index: int = 1, keepdim_index: int = 2, *, sums: bool = False) -> Rule:
@@ -205,8 +207,12 @@ def expand(call: Call) -> Result:
     """expand: the batch stays where it is; a shared tensor may be expanded to the batch."""
     axis = call.first.axis
     if axis is None:
-        return by_shape(call.out, call.symbol) if call.first.sharing == "shared" else call.first
+        return _one_row(call) if call.first.sharing == "shared" else call.first
     return at(axis, axis.dim + call.out.dim() - call.source.dim())
+
+
+def _one_row(call: Call) -> Info:
+    return replace(by_shape(call.out, call.symbol), alike=True)
 
 
 @follows
@@ -312,7 +318,13 @@ def pad(call: Call, axis: Axis) -> Result:
 
 def create(call: Call) -> Result:
     """full, zeros, rand, …: each micro-batch makes its own rows."""
-    return by_shape(call.out, call.symbol)
+    name = getattr(call.node.target, "__name__", "")
+    return replace(by_shape(call.out, call.symbol), alike=_SAME_ROWS.match(name) is not None)
+
+
+def filled_like(call: Call) -> Result:
+    """full_like, zeros_like, ones_like: as the first input lies, and the same all over."""
+    return replace(call.first, alike=True)
 
 
 def random_like(call: Call) -> Result:
@@ -322,6 +334,9 @@ def random_like(call: Call) -> Result:
 
 def whole(call: Call) -> Result:
     """Infos of what a merged run gives: cuttable afterwards where the shape alone says how."""
+    expands = getattr(call.node.target, "__name__", "").startswith("expand.")
+    if expands and call.first.sharing == "partial":
+        return _one_row(call)
 
     def of(value: object) -> Info:
         return plain_by_shape(value, call.symbol) if isinstance(value, torch.Tensor) else SHARED

@@ -11,8 +11,8 @@ from dynaflow_train.split import rules as r
 # Elementwise operators that torch does not tag as such.
 _POINTWISE = """copy _to_copy masked_fill _conj polar prims.fma hardtanh_backward
 leaky_relu_backward elu_backward softplus_backward log_sigmoid_backward"""
-_SAME = """detach alias view.dtype view_as_real view_as_complex full_like zeros_like ones_like
-empty_like _c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor"""
+_SAME = """detach alias view.dtype view_as_real view_as_complex empty_like
+_c10d_functional.all_reduce _c10d_functional.broadcast _c10d_functional.wait_tensor"""
 _FIRST_DIM = """_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
 _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
 max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
@@ -36,6 +36,7 @@ def _table() -> dict[str, r.Rule]:
         (_FIRST_DIM, p.first_dim),
         (_ATTENTION_BACKWARD, p.attention_backward),
         (_CREATE, r.create),
+        ("full_like zeros_like ones_like", r.filled_like),
         ("view _unsafe_view", r.reshape),
         ("as_strided", r.as_strided),
         ("expand", r.expand),

@@ -11,7 +11,7 @@ from dynaflow_train.config import Recipe
 from dynaflow_train.dispatch import groups_of
 from dynaflow_train.errors import RecipeError
 
-from . import param_gather
+from . import moe, param_gather
 from .main_grad import MainGrads
 from .versions import check_model, check_recomputation
 
@@ -54,10 +54,12 @@ def compile(
     fused = config.gradient_accumulation_fusion if into_main_grad is None else into_main_grad
     for session in api.sessions(model):
         session.totals = MainGrads(enabled=bool(fused))
+    moe.number_layers(layers)
     size = recipe.layers_per_region if recipe.region == "model" else 1
     for region in groups_of(layers, size):
         dispatcher: Any = region[0]._compiled_call_impl
         dispatcher.before_run.append(functools.partial(param_gather.wait_for, region))
+        dispatcher.before_run.append(functools.partial(moe.prepare, moe.routers_of(region)))
     return model
 
 

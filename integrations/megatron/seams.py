@@ -14,11 +14,14 @@ import megatron.core.distributed.distributed_data_parallel as host_ddp
 import megatron.core.tensor_parallel.layers as host_layers
 import megatron.core.tensor_parallel.mappings as host_mappings
 import megatron.core.transformer.dot_product_attention as host_attention
+import megatron.core.transformer.moe.moe_layer as host_moe
+import megatron.core.transformer.moe.moe_logging as host_logging
+import megatron.core.transformer.moe.moe_utils as host_moe_utils
 import megatron.core.transformer.torch_norm as host_norm
 
 from dynaflow_train.errors import UnsupportedError
 
-from . import attention, linear, mappings, norm, param_gather
+from . import attention, linear, mappings, moe, norm, param_gather
 from .versions import check_version
 
 if TYPE_CHECKING:
@@ -65,6 +68,9 @@ def apply(*, attention_kind: attention.Kind = "sdpa", regather: bool = True) -> 
             functools.partial(attention.replacement, kind=attention_kind),
         ),
         (host_ddp.DistributedDataParallel, "_make_forward_pre_hook", param_gather.replacement),
+        (host_moe.MoELayer, "forward", moe.replacement),
+        (host_moe_utils.MoEAuxLossAutoScaler, "backward", moe.scaled),
+        (host_logging.MoEMetricsTracker, "record", moe.recorded),
         *(
             (host_mappings, name, functools.partial(mappings.when_traced, ours=ours))
             for name, ours in mappings.OURS.items()
@@ -73,8 +79,8 @@ def apply(*, attention_kind: attention.Kind = "sdpa", regather: bool = True) -> 
     applied = Applied()
     with contextlib.ExitStack() as failing:
         failing.callback(applied.close)
-        library = attention.define_dropout()
-        applied.callback(library._destroy)
+        for define in (attention.define_dropout, moe.define_scale):
+            applied.callback(define()._destroy)
         for owner, name, make in seams:
             plain = owner.__dict__[name]
             ours = make(plain.__func__ if isinstance(plain, staticmethod) else plain)

@@ -8,6 +8,8 @@ from megatron.core import __version__ as found_version
 
 from dynaflow_train.errors import UnsupportedError
 
+from .moe_settings import check_experts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,12 +29,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "leave --overlap-moe-expert-parallel-comm out",
         "it runs the parts of a layer by itself and never calls the layer",
     ),
-    "delay_wgrad_compute": (
-        bool,
-        "leave --delay-wgrad-compute out",
-        "the strategy delays wgrads",
-    ),
-    "num_moe_experts": (bool, "leave --num-experts out", "experts are not captured yet"),
+    "delay_wgrad_compute": (bool, "leave --delay-wgrad-compute out", "the strategy delays wgrads"),
     "context_parallel_size": (
         lambda n: n > 1,
         "pass --context-parallel-size 1",
@@ -96,7 +93,7 @@ def check_recomputation(config: Any, region: str) -> None:
         region: of the recipe.
 
     Raises:
-        UnsupportedError: the whole stack is one region, or the layers draw dropout.
+        UnsupportedError: the whole stack is one region, or the layers draw dropout or hold experts.
     """
     if config.recompute_granularity != "full":
         return
@@ -104,6 +101,11 @@ def check_recomputation(config: Any, region: str) -> None:
         raise UnsupportedError(
             "--recompute-granularity full recomputes layer by layer, the region is the whole "
             "stack: pass --dynaflow-region layer (region: layer)"
+        )
+    if getattr(config, "num_moe_experts", None):
+        raise UnsupportedError(
+            "--recompute-granularity full with experts: leave it out; the forward runs plain, its "
+            "recomputation scheduled, and rounding may send a token to another expert"
         )
     if config.hidden_dropout or config.attention_dropout:
         raise UnsupportedError(
@@ -123,6 +125,7 @@ def check_model(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
     if not layers:
         raise UnsupportedError(f"{type(model).__name__} holds no transformer layers")
     check_config(getattr(layers[0], "config", None))
+    check_experts(model, layers)
     foreign = ("transformer_engine", "megatron.core.extensions", "apex")
     for name, module in layers[0].named_modules():
         where = type(module).__module__

@@ -15,7 +15,7 @@ class _Nothing:
     """A stream or an event: everything is in order already."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self
 
 
 def install() -> None:
@@ -32,6 +32,17 @@ def install() -> None:
         major=9, minor=0, name="none", gcnArchName="none"
     )  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+
+
+def sizes_on_the_host() -> None:
+    """Megatron's dispatcher wants numpy's arrays of sizes, and makes them of CUDA tensors only."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        del record_stream
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
 class TorchOnCpu:

@@ -20,6 +20,7 @@ class Case:
 
     tp: int = 2
     pp: int = 1
+    experts: int | None = None  # shared over the two ranks
     sequence_parallel: bool = False
     layers: int = 2
     groups: int = 4
@@ -42,7 +43,8 @@ def start(case: Case) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        parallel_state.initialize_model_parallel(case.tp, case.pp)
+        cpu.sizes_on_the_host()
+        parallel_state.initialize_model_parallel(case.tp, case.pp, **experts_over(case))
         # Its fork is empty: megatron-core's own reads the state of a CUDA generator.
         model_parallel_cuda_manual_seed(123, inference_rng_tracker=True)
 
@@ -52,6 +54,12 @@ def stop() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+
+
+def experts_over(case: Case) -> dict[str, int]:
+    """Megatron's sizes of groups for the experts."""
+    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    return {} if case.experts is None else sizes
 
 
 def config(case: Case) -> Any:
@@ -79,6 +87,9 @@ def config(case: Case) -> Any:
         bf16=case.bf16,
         gradient_accumulation_fusion=False,
         transformer_impl="local",
+        num_moe_experts=case.experts,
+        moe_token_dispatcher_type="alltoall",
+        **experts_over(case),
         **{"bias_activation_fusion": False, **case.more},
     )
 
@@ -88,14 +99,17 @@ def build(case: Case) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt import gpt_layer_specs as specs
 
         torch.manual_seed(1)
-        spec = get_gpt_layer_local_spec(
-            qk_layernorm=case.qk_norm, normalization="RMSNorm" if case.rms else None
+        found, norm = config(case), "RMSNorm" if case.rms else None
+        spec: Any = specs.get_gpt_layer_local_spec(
+            case.experts, qk_layernorm=case.qk_norm, normalization=norm
         )
+        if "moe_layer_freq" in case.more:  # dense layers too
+            spec = specs.get_gpt_decoder_block_spec(found, False, normalization=norm)
         return GPTModel(
-            config(case),
+            found,
             spec,
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,

@@ -25,6 +25,9 @@ def places():
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.dot_product_attention as attention
+    import megatron.core.transformer.moe.moe_layer as moe
+    import megatron.core.transformer.moe.moe_logging as logging
+    import megatron.core.transformer.moe.moe_utils as utils
     import megatron.core.transformer.torch_norm as norm
 
     owners = {
@@ -38,6 +41,9 @@ def places():
         attention.DotProductAttention: ["forward"],
         norm.WrappedTorchNorm: ["__new__"],
         ddp.DistributedDataParallel: ["_make_forward_pre_hook"],
+        moe.MoELayer: ["forward"],
+        utils.MoEAuxLossAutoScaler: ["backward"],
+        logging.MoEMetricsTracker: ["record"],
     }
     return {
         (owner, name): owner.__dict__[name] for owner, names in owners.items() for name in names
@@ -85,7 +91,6 @@ def test_another_version_is_refused(monkeypatch):
     [
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
-        ({"num_moe_experts": 8}, "--num-experts"),
         ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"fp8": "e4m3"}, "--fp8-format"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl none"),
@@ -119,7 +124,10 @@ def test_full_recomputation_needs_layers_without_dropout():
     check_recomputation(config, "layer")
     with pytest.raises(UnsupportedError, match="--dynaflow-region layer"):
         check_recomputation(config, "model")
-    config.hidden_dropout = 0.1
+    config.num_moe_experts = 8
+    with pytest.raises(UnsupportedError, match="full with experts: leave it out"):
+        check_recomputation(config, "layer")
+    config.num_moe_experts, config.hidden_dropout = None, 0.1
     with pytest.raises(UnsupportedError, match=r"dropout \(hidden 0\.1, attention 0\)"):
         check_recomputation(config, "layer")
 

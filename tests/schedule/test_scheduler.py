@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from dynaflow_train.errors import KernelError, ScheduleError, SplitError
+from dynaflow_train.ir import Value
 from dynaflow_train.schedule.record import record
 from dynaflow_train.strategy import Context, MicroBatch, Scheduler, Strategy
 from tests.schedule.regions import Builder, llama_backward, llama_forward
@@ -235,6 +236,36 @@ def test_a_region_that_cannot_be_cut_runs_whole_and_says_why():
     assert len(plan.launches) == len(region.ops)
     s = Scheduler(region, FORWARD)
     assert s.split(2) == (MicroBatch(0, 5),)
+
+
+@pytest.mark.parametrize("put_back", [False, True])
+def test_strict_refuses_what_mixes_samples_unless_no_sample_waits_for_it(put_back):
+    b = Builder("forward")
+    x = b.add("block", "x")
+    mean = b.add("mean", x, sharing="shared", merged=True, reason="it reduces over the batch")
+    loss = b.add("loss", mean, sharing="shared", merged=True)
+    y = b.add("more", x, *([loss] if put_back else []))
+    region = b.region(y, loss)
+    assert len(record(Unpacks(), region, FORWARD, strict=False).sizes) == 2
+    if put_back:
+        with pytest.raises(SplitError, match="strict: mean would run merged for all 2"):
+            record(Unpacks(), region, FORWARD)
+    else:
+        record(Unpacks(), region, FORWARD)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_strict_takes_what_is_made_of_saved_statistics(saved):
+    b = Builder("backward")
+    b.values["sum"] = Value("sum", "partial")
+    x = b.add("block", "x")
+    row = b.add("rows", "sum" if saved else x, merged=True, reason="it needs a sum over the batch")
+    region = b.region(b.add("more", x, row))
+    if saved:
+        assert len(record(Unpacks(), region, FORWARD).sizes) == 2
+    else:
+        with pytest.raises(SplitError, match="strict: rows would run merged"):
+            record(Unpacks(), region, FORWARD)
 
 
 def test_a_batch_too_small_is_an_error_or_a_sequential_plan():

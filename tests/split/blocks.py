@@ -144,6 +144,13 @@ BLOCKS = {
         SEQUENCE,
         (tensor(5, BATCH, 3, seed=2), 1),
     ),
+    "rows of experts, the same for all tokens": mixed(
+        lambda x, i: experts(
+            x.flatten(0, 1), i.expand(x.shape[0] * x.shape[1], 2), x.flatten(0, 1)
+        ),
+        SEQUENCE,
+        (torch.tensor([[0, 1]]), None),
+    ),
     "rows of experts in an order that nobody knows": mixed(
         lambda x: experts(x, torch.tensor([[0, 1]]).expand(BATCH, 2), x), rows(4)
     ),

@@ -152,6 +152,55 @@ PLACES = {
     "one for all in the order beside it": cut(
         lambda x, w: x.flatten(0, 1) * w.expand(x.shape[0] * x.shape[1], 4), SEQUENCE, shared(1, 4)
     ),
+    "computed of one for all, in the order beside it": cut(
+        lambda x, w: x.flatten(0, 1) + (w.expand(x.shape[0] * x.shape[1], 4) * 2).sin(),
+        SEQUENCE,
+        shared(1, 4),
+    ),
+    "ones as what is in no order": cut(
+        lambda x: x.flatten(0, 1) * torch.ones_like(torch.zeros(x.shape[0] * x.shape[1], 4)),
+        SEQUENCE,
+    ),
+    "ones as what is in another order": cut(
+        lambda x, y: x.flatten(0, 1) * torch.ones_like(y.flatten(0, 1)), SEQUENCE, rows(5, 4)
+    ),
+    "a sum beside each sample": mixed(
+        lambda x: x.flatten(0, 1) * x.sum((0, 1)).expand(x.shape[0] * x.shape[1], 4), SEQUENCE
+    ),
+    "draws by one for all keep their order": mixed(
+        lambda x, w: x.flatten(0, 1) * torch.bernoulli(w.expand(x.shape[0] * x.shape[1], 4) * 0.5),
+        SEQUENCE,
+        shared(1, 4),
+    ),
+    "dropout of one for all keeps its order": mixed(
+        lambda x, w: (
+            x.flatten(0, 1)
+            * aten.native_dropout(w.expand(x.shape[0] * x.shape[1], 4), 0.5, True)[0]
+        ),
+        SEQUENCE,
+        shared(1, 4),
+    ),
+    "written to zeros, in the order of what is written": mixed(
+        lambda x, y, j: (
+            aten.index_put(
+                torch.zeros(x.shape[0] * x.shape[1], 4), [None, j], x.flatten(0, 1)[:, :2]
+            )
+            * y.flatten(0, 1)
+        ),
+        SEQUENCE,
+        rows(5, 4),
+        CHOSEN,
+    ),
+    "written to zeros beside what is written": cut(
+        lambda x, j: (
+            aten.index_put(
+                torch.zeros(x.shape[0] * x.shape[1], 4), [None, j], x.flatten(0, 1)[:, :2]
+            )
+            * x.flatten(0, 1)
+        ),
+        SEQUENCE,
+        CHOSEN,
+    ),
     "draws keep their order": mixed(
         lambda x: x.flatten(0, 1) * torch.rand(x.shape[0] * x.shape[1], 4), SEQUENCE
     ),
